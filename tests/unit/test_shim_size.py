@@ -8,7 +8,7 @@ from pathlib import Path
 MAIN = Path(__file__).parents[2] / "jvm-shim" / "src" / "main"
 
 #: How many lines of Scala and Java the shim may have that are neither blank nor comment. It may only be lowered: the goal is 4,000.
-MOST = 5_260
+MOST = 4_955
 WIDEST = 120
 
 COMMENT = re.compile(r"\s*(//|\*|/\*|$)")
@@ -21,7 +21,7 @@ def sources() -> list[Path]:
 
 
 def test_the_shim_is_thin() -> None:
-    """Logic belongs into Python: the shim has a limit of lines."""
+    """Logic belongs in Python: the shim has a limit of lines."""
     lines = [line for path in sources() for line in path.read_text().splitlines() if not COMMENT.match(line)]
     assert len(lines) <= MOST
 

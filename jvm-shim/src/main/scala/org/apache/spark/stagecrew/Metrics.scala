@@ -2,32 +2,25 @@ package org.apache.spark.stagecrew
 
 import com.codahale.metrics.{Gauge, Histogram, MetricRegistry, SlidingTimeWindowArrayReservoir}
 import java.util.concurrent.TimeUnit
-import org.apache.spark.stagecrew.driver.DriverCrew
-import org.apache.spark.stagecrew.executor.{Ledger, PartitionCounts, Totals}
-import org.apache.spark.stagecrew.ui.{OperatorView, Percentiles, ProcessView, Sample, Snapshot}
+import driver._, executor._, ui._
 
 /** A gauge of the plugin. Its name ends with its unit, unless it counts things. docs/reference/metrics.md describes
   * each. */
 private[stagecrew] final case class Metric[A](name: String, value: A => Long)
 
-/** What the driver and each executor measure; `processes` has the role and the last sample of each running process. */
+/** The measurements of the driver and of each executor; `processes` has the role and the last sample of each running
+  * process. */
 private[stagecrew] final case class Sums(totals: Totals, partitions: PartitionCounts, processes: Seq[(String, Sample)])
 
 private[stagecrew] object Metrics {
   /** On each executor, and on the driver for all executors together. */
   val both: Seq[Metric[Sums]] = Seq(
-    Metric("listeners.opens", _.totals.opens),
-    Metric("listeners.closes", _.totals.closes),
-    Metric("listeners.failures", _.totals.failures),
-    Metric("listeners.lost", _.totals.lost),
-    Metric("listeners.open.micros", _.totals.openMicros),
-    Metric("listeners.close.micros", _.totals.closeMicros),
-    Metric("partitions.inProgress", _.partitions.inProgress),
-    Metric("partitions.outputs", _.partitions.outputs),
-    Metric("partitions.outputs.bytes", _.partitions.outputBytes),
-    Metric("partitions.blocks", _.partitions.blocks),
-    Metric("partitions.blocks.bytes", _.partitions.blockBytes),
-    Metric("partitions.released", _.totals.released),
+    Metric("listeners.opens", _.totals.opens), Metric("listeners.closes", _.totals.closes),
+    Metric("listeners.failures", _.totals.failures), Metric("listeners.lost", _.totals.lost),
+    Metric("listeners.open.micros", _.totals.openMicros), Metric("listeners.close.micros", _.totals.closeMicros),
+    Metric("partitions.inProgress", _.partitions.inProgress), Metric("partitions.outputs", _.partitions.outputs),
+    Metric("partitions.outputs.bytes", _.partitions.outputBytes), Metric("partitions.blocks", _.partitions.blocks),
+    Metric("partitions.blocks.bytes", _.partitions.blockBytes), Metric("partitions.released", _.totals.released),
     Metric("partitions.released.bytes", _.totals.releasedBytes),
     Metric("processes.workers", _.processes.count(_._1 == "worker").toLong),
     Metric("processes.agents", _.processes.count(_._1 == "agent").toLong),
@@ -46,15 +39,10 @@ private[stagecrew] object Metrics {
     Seq(
       Metric[Snapshot]("topologies.active", _.topologies.count(_.state == "active").toLong),
       Metric[Snapshot]("topologies.closing", _.topologies.count(_.state == "closing").toLong),
-      operators("evaluations.live", _.live),
-      operators("evaluations.finished", _.finished),
-      operators("evaluations.failed", _.failed),
-      operators("evaluations.abandoned", _.abandoned),
-      operators("resets", _.resets),
-      operators("events.in", _.eventsIn),
-      operators("events.out", _.eventsOut),
-      operators("requests", _.requests),
-      operators("queued", _.queued)) ++
+      operators("evaluations.live", _.live), operators("evaluations.finished", _.finished),
+      operators("evaluations.failed", _.failed), operators("evaluations.abandoned", _.abandoned),
+      operators("resets", _.resets), operators("events.in", _.eventsIn), operators("events.out", _.eventsOut),
+      operators("requests", _.requests), operators("queued", _.queued)) ++
       percentiles("replies", _.replies) ++ percentiles("acknowledgements", _.acknowledgements)
   }
 
@@ -79,13 +67,10 @@ private[stagecrew] object Metrics {
     ledger.timed = (kind, micros) => durations.get(kind).foreach(_.update(micros))
   }
 
-  private def gauge(registry: MetricRegistry, name: String)(f: => Long): Unit = {
+  private def gauge(registry: MetricRegistry, name: String)(f: => Long): Unit =
     registry.register(name, (() => f): Gauge[Long])
-    ()
-  }
 
-  private def sums(snapshot: Snapshot): Sums = Sums(
-    snapshot.totals,
+  private def sums(snapshot: Snapshot): Sums = Sums(snapshot.totals,
     snapshot.topologies.iterator.flatMap(_.executors.valuesIterator.map(_.partitions))
       .foldLeft(PartitionCounts())(_ + _),
     lastSamples(snapshot.processes))

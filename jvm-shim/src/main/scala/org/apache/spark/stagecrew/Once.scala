@@ -24,13 +24,11 @@ private[stagecrew] final class Once[T](pool: Executor) {
     try shared.get() catch { case failed: ExecutionException => throw failed.getCause }
   }
 
-  private def complete(key: String, mine: CompletableFuture[T])(make: => T): Unit =
-    try { mine.complete(make); () } catch {
-      case error: Throwable =>
-        known.remove(key, mine)
-        mine.completeExceptionally(error)
-        ()
-    }
+  private def complete(key: String, mine: CompletableFuture[T])(make: => T): Unit = try mine.complete(make) catch {
+    case error: Throwable =>
+      known.remove(key, mine)
+      mine.completeExceptionally(error)
+  }
 
   /** The value, if it has been made. */
   def now(key: String): Option[T] =
@@ -41,8 +39,8 @@ private[stagecrew] final class Once[T](pool: Executor) {
 
   def keys: Seq[String] = known.keySet.asScala.toSeq
 
-  def forget(key: String): Unit = { known.remove(key); () }
+  def forget(key: String): Unit = known.remove(key)
 
-  /** Forgets what has been made and satisfies a condition. */
+  /** Forgets the values that have been made and satisfy a condition. */
   def forgetAll(which: T => Boolean): Unit = keys.filter(now(_).exists(which)).foreach(forget)
 }

@@ -2,9 +2,7 @@ package org.apache.spark.stagecrew
 
 import com.fasterxml.jackson.databind.node.ObjectNode
 import org.apache.spark.scheduler._
-import org.apache.spark.stagecrew.spark.SparkUi
-import org.apache.spark.stagecrew.ui.{History, HistoryListener, KeptState, PageHead, Snapshot}
-import org.apache.spark.stagecrew.wire.Json
+import spark._, ui._, wire._
 
 /** The main class that `stagecrew report` runs with spark-submit: it reads an event log as the History Server does,
   * and prints the JSON of the tab. */

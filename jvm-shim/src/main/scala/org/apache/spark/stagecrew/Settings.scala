@@ -3,7 +3,7 @@ package org.apache.spark.stagecrew
 import java.util.{LinkedHashMap => JLinkedHashMap, Map => JMap}
 import scala.jdk.CollectionConverters._
 import org.apache.spark.SparkConf
-import org.apache.spark.stagecrew.partitions.TrackedShuffleDataIO
+import partitions._
 
 /** The values of stagecrew's configuration keys. `conf.py` documents the same keys; a test compares them. */
 final class Settings(conf: SparkConf) {

@@ -2,7 +2,7 @@ package org.apache.spark.stagecrew
 
 import java.io.File
 import java.util.concurrent.ConcurrentHashMap
-import org.apache.spark.stagecrew.driver.DriverFacade
+import driver._
 
 /** What both sides of the plugin need to know about this jar. */
 object Shim {
@@ -21,16 +21,14 @@ object Shim {
   val SparkLine = "4.3"
 
   def checkSpark(running: String): Unit = if (!running.startsWith(SparkLine + ".")) throw new IllegalStateException(
-    s"stagecrew $version is built for Spark $SparkLine, but this is Spark $running: " +
-      s"install pyspark $SparkLine, or a stagecrew " +
-      s"for Spark $running")
+    s"stagecrew $version is built for Spark $SparkLine, but this is Spark $running: install pyspark $SparkLine, or a " +
+      s"stagecrew for Spark $running")
 
   private val drivers = new ConcurrentHashMap[String, DriverFacade]()
 
   /** For Python: the driver's part of an application; null if the plugin does not run in it. */
   def driver(application: String): DriverFacade = drivers.get(application)
 
-  private[stagecrew] def running(application: String, facade: DriverFacade): Unit =
-    { drivers.put(application, facade); () }
-  private[stagecrew] def ended(facade: DriverFacade): Unit = { drivers.values.remove(facade); () }
+  private[stagecrew] def running(application: String, facade: DriverFacade): Unit = drivers.put(application, facade)
+  private[stagecrew] def ended(facade: DriverFacade): Unit = drivers.values.remove(facade)
 }

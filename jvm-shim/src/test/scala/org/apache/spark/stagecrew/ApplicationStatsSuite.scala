@@ -33,7 +33,7 @@ class ApplicationStatsSuite extends AnyFunSuite {
     told(book, 2, view("newer", 1000))
     assert(names(book) == Vector("leaving", "new", "newer", Topology.Forgotten) && book.forgotten == 2)
     assert(book.views.map(_.failed).sum == 1116 && book.views.last.failed == 11 && book.views.last.finished == 4)
-    told(book, 3, view("old", 3), view("over", 10, "closed", live = 0)) // those that are not listed are told of still
+    told(book, 3, view("old", 3), view("over", 10, "closed", live = 0)) // unlisted ones still report
     assert(names(book) == Vector("leaving", "new", "newer", Topology.Forgotten) && book.forgotten == 2)
     assert(book.views.map(_.failed).sum == 1118)
     told(book, 2, view("old", 2)) // late

@@ -17,7 +17,7 @@ import org.apache.spark.stagecrew.wire.{Channels, Frame, FrameException, Frames,
 class ChannelsSuite extends AnyFunSuite {
   private val TimeoutMs = 400L
 
-  /** Answers each BEGIN with CLOSED, so that a link can see that it is served. */
+  /** Replies to each BEGIN with CLOSED, so that a link can see that it is served. */
   private final class Echo extends LinkHandler {
     val connections = new AtomicInteger
     val ends = new AtomicInteger

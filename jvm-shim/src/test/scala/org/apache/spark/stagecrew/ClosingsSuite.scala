@@ -12,7 +12,7 @@ import org.apache.spark.stagecrew.partitions.{CachedBlock, Taken}
 import org.apache.spark.stagecrew.spark.Reply
 import org.apache.spark.stagecrew.wire.{Description, Entry, Link}
 
-/** How a topology is closed on an executor: in order, once, bounded; with the links' answers made by hand. */
+/** How a topology is closed on an executor: in order, once, bounded. The test sends the links' replies itself. */
 class ClosingsSuite extends AnyFunSuite {
   private final class Fixture {
     val ledger = new Ledger
@@ -23,7 +23,7 @@ class ClosingsSuite extends AnyFunSuite {
     val closed = mutable.ArrayBuffer.empty[String]
     private val due = mutable.ArrayBuffer.empty[() => Unit]
     private val settings = new Settings(new SparkConf(false))
-    val held = mutable.ArrayBuffer.empty[Runnable] // what the pool has not run
+    val held = mutable.ArrayBuffer.empty[Runnable] // tasks that the pool has not run
     var hold = false
     private val pool = new AbstractExecutorService {
       override def execute(body: Runnable): Unit = if (hold) held += body else body.run()
@@ -170,7 +170,7 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.ledger.of("t").lostProcesses == 1)
   }
 
-  test("at the timeout the reply names what has not closed, once, and the close continues") {
+  test("at the timeout the reply names the unclosed listeners, once, and the close continues") {
     val f = new Fixture
     val worker = f.link()
     f.end()

@@ -54,7 +54,7 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.descriptions.describe("t").nonEmpty)
   }
 
-  test("a task that waits for the same answer outlives the task that asked") {
+  test("a task that waits for the same reply outlives the task that asked") {
     val f = new Fixture
     val (asked, answered) = (new CountDownLatch(1), new CountDownLatch(1))
     f.answer = frame => {

@@ -24,7 +24,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   /** What happens while the next message is on its way to the driver. */
   private var meanwhile = Option.empty[() => Unit]
 
-  /** An executor; what it sends goes to `driver`. */
+  /** An executor. Its frames to the driver are collected in `driver`. */
   private val evaluations: Evaluations = new Evaluations(10, 1000, attempts, { bytes =>
     meanwhile.foreach { happens =>
       meanwhile = None
@@ -38,7 +38,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     }
   })
 
-  /** A worker says this, and then nothing more; what it is sent goes to `worker`. */
+  /** A worker sends these frames, and then nothing more. Its received frames are collected in `worker`. */
   private def says(frames: Array[Byte]*): Link = {
     val input = new ByteArrayOutputStream
     frames.foreach(input.write(_))
@@ -88,7 +88,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     assert(driver.map(_.text("outcome")) == Seq("abandoned"))
   }
 
-  test("an abandoned evaluation is told, because it may wait for an event") {
+  test("an abandoned evaluation is notified, because it may wait for an event") {
     says(ready(1, 1))
     evaluations.attemptOver(1, None)
     assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq(("ABORT", "Spark needed no more of its rows")))

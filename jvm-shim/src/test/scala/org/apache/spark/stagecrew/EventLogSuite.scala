@@ -27,7 +27,7 @@ class EventLogSuite extends AnyFunSuite {
 
   private def jobs(state: StagecrewState): Int = Json.read[TopologyView](state.body).jobs
 
-  /** What the History Server has after it has read these events as Spark writes them. */
+  /** The content of the History Server's store after it has read these events as Spark writes them. */
   private def history(events: Seq[String], retained: Any = 1000): PageModel = {
     val kept = new TypedStore(new InMemoryStore, classOf[KeptState])
     val listener = new HistoryPlugin().listener(new SparkConf(false).set(Settings.RetainedTopologies, retained.toString), kept)
@@ -138,7 +138,7 @@ class EventLogSuite extends AnyFunSuite {
     val killed = history(events).snapshot
     assert(killed.processes.flatMap(_.samples.map(_.time)) == Vector(2)) // its own entry is older
     assert(killed.coordinators == all("closed", 7, live = 0).coordinators)
-    // The beginning of a topology whose coordinators have not told of themselves, and an older log, have no sums.
+    // The beginning of a topology whose coordinators have not reported yet, and an older log, have no sums.
     assert(history(events.map(_.replace("\\\"coordinators\\\"", "\\\"unknown\\\""))).snapshot.coordinators.isEmpty)
     val older = run.posted.toSeq.map(s => if (s.kind == StagecrewState.Topology) s.copy(body = s.body.replace("\"coordinators\"", "\"unknown\"")) else s)
     assert(history(older.map(written)).snapshot.coordinators.exists(_.eventsIn == 2))

@@ -65,7 +65,7 @@ class ExecutionsSuite extends AnyFunSuite {
     assert(first == Seq(Some("execution-job-3")) && second == first)
   }
 
-  test("without that event Spark's scheduler is asked, and without its answer the task has no execution") {
+  test("without that event Spark's scheduler is asked, and without its reply the task has no execution") {
     val world = new World
     world.stages(7) = 4
     val (known, unknown) = (world.asked("stage:7"), world.asked("stage:8"))

@@ -13,7 +13,7 @@ import org.apache.spark.stagecrew.executor.Totals
 import org.apache.spark.stagecrew.spark.SparkUi
 import org.apache.spark.stagecrew.ui.{PageModel, Snapshot, Tab}
 
-/** As an authentication filter of a user's would: who asks stands in a header. */
+/** Works as a user's authentication filter: a header has the name of the user. */
 class HeaderUser extends Filter {
   override def doFilter(request: ServletRequest, response: ServletResponse, chain: FilterChain): Unit = {
     val http = request.asInstanceOf[HttpServletRequest]

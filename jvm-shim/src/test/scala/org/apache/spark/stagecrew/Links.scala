@@ -4,9 +4,9 @@ import java.io.{ByteArrayInputStream, ByteArrayOutputStream, DataInputStream, Ou
 import java.net.Socket
 import org.apache.spark.stagecrew.wire.{Frame, Frames, Link}
 
-/** Links without a process behind them. */
+/** Links without a process. */
 object Links {
-  /** One that gives what is sent on it to `sent`, and on which these bytes arrive. */
+  /** A link that receives these bytes, and passes the bytes that are sent on it to `sent`. */
   def link(process: String, role: String, pid: Long, arriving: Array[Byte] = Array.emptyByteArray)(sent: Frame => Unit): Link = {
     val socket = new Socket {
       override def getOutputStream: OutputStream = new ByteArrayOutputStream {

@@ -3,7 +3,7 @@ package org.apache.spark.stagecrew
 import org.scalatest.funsuite.AnyFunSuite
 import org.apache.spark.stagecrew.executor.Mailbox
 
-/** What a coordinator sends, as it waits for an evaluation: in order, once, and bounded. */
+/** The events of a coordinator that wait for an evaluation: in order, once, and bounded. */
 class MailboxSuite extends AnyFunSuite {
   private def events(names: String*): Seq[Array[Byte]] = names.map(_.getBytes)
 

@@ -10,7 +10,7 @@ import org.apache.spark.stagecrew.wire.NonBlockingWriter
 class NonBlockingWriterSuite extends AnyFunSuite with Eventually {
   override implicit val patienceConfig: PatienceConfig = PatienceConfig(Span(10, Seconds))
 
-  /** What was written, and by whom: each message is one byte here, but for those that are made large. */
+  /** The written messages with the threads that wrote them. Each message is one byte, except the large ones. */
   private final class Socket(blocksAfter: Int = Int.MaxValue) {
     private val bytes = mutable.Buffer.empty[Byte]
     private val writers = mutable.Set.empty[Thread]

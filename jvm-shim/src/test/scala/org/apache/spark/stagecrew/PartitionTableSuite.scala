@@ -182,7 +182,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
   private val topologies = Seq("a", "b")
   private type Operation = (PartitionTable, Model) => Unit
 
-  /** The same as plain sets of what is there. */
+  /** A model of the table: plain sets of the stored partitions. */
   private final class Model {
     var progress = Set.empty[(Long, String, Output)]
     var outputs = Map.empty[(String, Output), Long]

@@ -38,7 +38,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     assert(partitions.isEmpty)
   }
 
-  test("a release deletes, and counts what it deleted; a second one does nothing") {
+  test("a release deletes outputs and counts them; a second one does nothing") {
     write(1, "a", 0)
     write(2, "a", 1)
     partitions.end("a", Ending(outputs = true))
@@ -102,7 +102,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     partitions.stale(Map(7 -> 100L, 8 -> 99L))
     partitions.awaitDeletions(10000)
     assert(deleted == Seq(Output(4, 99), Output(6, 99), Output(7, 99)))
-    // The driver hears of it, so that Spark takes the executor for one that has nothing.
+    // It is reported to the driver, so that Spark knows that the executor stores nothing.
     def found(): Option[Set[Int]] = partitions.inventory(always = false).map(_.found.toSet)
     assert(found().contains(Set(4, 6, 7)))
     partitions.answered(heard = false)

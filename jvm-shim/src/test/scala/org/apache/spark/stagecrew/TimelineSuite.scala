@@ -38,7 +38,7 @@ class TimelineSuite extends AnyFunSuite {
     assert(bars(html).map(_ \@ "width") == Seq("1070.0", "2.0") && (bars(html).head \ "title").text.endsWith("runs"))
   }
 
-  test("a picture is limited, and counts what it leaves out") {
+  test("a picture is limited, and counts the spans that it leaves out") {
     val many = (0 until Timeline.MaxSpans + 5).map(i => span(s"${i % 100}", i, i + 1))
     val html = Timeline.of(Views.topology("t").copy(started = 0, spans = many.toVector, spansDropped = 7), 10000)
     assert(bars(html).size <= Timeline.MaxSpans && (html \\ "text").size == Timeline.MaxLanes + 6)

@@ -3,10 +3,9 @@ package driver
 
 import scala.collection.immutable.VectorMap
 import scala.collection.mutable
-import org.apache.spark.stagecrew.executor.{ExecutorReport, ProcessBook, Totals}
-import org.apache.spark.stagecrew.ui.{OperatorView, RecoveryView}
+import executor._, ui._
 
-/** What the driver's Python reports of coordinators: the new state of uses of operators by topology, and the sum of
+/** A report of the driver's Python about coordinators: the new state of uses of operators by topology, and the sum of
   * all. */
 final case class Statistics(
   topologies: VectorMap[String, VectorMap[String, OperatorView]], totals: Option[OperatorView])
@@ -79,7 +78,7 @@ private[stagecrew] object TotalsBook {
   val RememberedForgotten = 10000
 }
 
-/** What the pages show of the whole application. Used by the driver's loop only. */
+/** The statistics of the whole application, which the pages show. Used by the driver's loop only. */
 private[stagecrew] final class ApplicationStats {
   val processes = new ProcessBook
   var recovery = Option.empty[RecoveryView]

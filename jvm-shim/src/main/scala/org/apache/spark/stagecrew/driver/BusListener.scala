@@ -6,20 +6,18 @@ import scala.collection.mutable
 import org.apache.spark.scheduler._
 import org.apache.spark.sql.execution.ui.{SparkListenerSQLExecutionEnd, SparkListenerSQLExecutionStart}
 import org.apache.spark.sql.streaming.StreamingQueryListener.{QueryStartedEvent, QueryTerminatedEvent}
-import org.apache.spark.stagecrew.executor.TaskAttempts
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.wire.{Description, Frame}
+import executor._, spark._, wire._
 
-/** Marker event: the driver has handled every event that was posted earlier when this one arrives. Not in event
-  * logs. */
-private[stagecrew] final case class Heard(latch: CountDownLatch) extends SparkListenerEvent {
+/** An event of the plugin that is not written into event logs. */
+private[stagecrew] trait NotLogged extends SparkListenerEvent {
   override protected[spark] def logEvent: Boolean = false
 }
 
-/** Topologies close on other executors than before: see `ExecutorPinning`. Not in event logs. */
-private[stagecrew] final case class BusyChanged() extends SparkListenerEvent {
-  override protected[spark] def logEvent: Boolean = false
-}
+/** Marker event: the driver has handled every event that was posted earlier when this one arrives. */
+private[stagecrew] final case class Heard(latch: CountDownLatch) extends NotLogged
+
+/** Topologies close on other executors than before: see `ExecutorPinning`. */
+private[stagecrew] final case class BusyChanged() extends NotLogged
 
 /** Passes Spark's events to the driver's loop. The bus may drop events: they make the driver quick, but it does not
   * rely on them. */
@@ -40,7 +38,7 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
       val covering = mark.flatMap(topologies.get).toSeq.flatMap(crew.chainOf).filter(_.state != "closed")
       val counted = (covering ++ topologies.get(Description.Application)).distinct
       counted.foreach(_.jobs += 1)
-      // An AQE query that is cancelled between two of its jobs goes on with the next one.
+      // An AQE query that is cancelled between two of its jobs continues with the next one.
       covering.flatMap(_.cancelled).headOption.foreach(reason => crew.sc.cancelJob(event.jobId, reason))
       crew.publish(counted: _*)
     }

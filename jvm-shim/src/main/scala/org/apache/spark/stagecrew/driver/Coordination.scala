@@ -3,8 +3,7 @@ package driver
 
 import java.nio.file.Path
 import java.util.concurrent.ConcurrentHashMap
-import org.apache.spark.stagecrew.spark.{Handler, Peer, Reply, Rpc, SparkInternals}
-import org.apache.spark.stagecrew.wire.{Channels, Frame, FrameException, Frames, Link, LinkHandler, NonBlockingWriter}
+import spark._, wire._
 
 /**
  * The driver's side of coordination: frames of evaluations go from executors to the driver's Python and back. It knows

@@ -2,17 +2,12 @@ package org.apache.spark.stagecrew
 package driver
 
 import java.util.concurrent._
-import java.util.concurrent.atomic.AtomicBoolean
 import scala.collection.mutable
 import scala.util.control.NonFatal
 import org.apache.spark.SparkContext
 import org.apache.spark.scheduler.StagecrewScheduler
 import org.apache.spark.sql.StagecrewSql
-import org.apache.spark.stagecrew.executor.{ExecutorCrew, ExecutorReport, Loop, PartitionCounts, TaskAttempts, Totals}
-import org.apache.spark.stagecrew.partitions.{DriverPartitions, Inventory}
-import org.apache.spark.stagecrew.spark.{Handler, Peer, Reply, Rpc, SparkInternals, SparkUi}
-import org.apache.spark.stagecrew.ui.{EventLog, RecoveryView, Snapshot}
-import org.apache.spark.stagecrew.wire.{Description, Frame, FrameException, Frames, Json}
+import executor._, partitions._, spark._, ui._, wire._
 
 /**
  * The driver's part of the plugin: it knows every topology, describes topologies to executors, and keeps the executors'
@@ -20,12 +15,11 @@ import org.apache.spark.stagecrew.wire.{Description, Frame, FrameException, Fram
  *
  * `loop` is the one thread that owns the state. RPC threads, the listener bus and Python's calls enqueue.
  */
-final class DriverCrew(private[stagecrew] val sc: SparkContext) extends Handler with Loop {
+final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLoop("stagecrew-driver") with Handler {
   import DriverCrew._
 
   private val conf = SparkInternals.conf(sc)
   val settings = new Settings(conf)
-  private val loop = Executors.newSingleThreadScheduledExecutor(ExecutorCrew.daemon("stagecrew-driver"))
   private[stagecrew] val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("stagecrew-release"))
   private[stagecrew] val topologies = mutable.LinkedHashMap.empty[String, Topology]
   private[stagecrew] val executors = mutable.LinkedHashMap.empty[String, ExecutorOf]
@@ -49,12 +43,10 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends Handler 
   private val totals = new TotalsBook(settings.retainedDeadExecutors)
   private val migrates = SparkInternals.migrates(conf)
   private var leftLast = Option.empty[Long] // when an executor was last seen to leave
-  private val draining = new AtomicBoolean(false)
-  private val drained = new CountDownLatch(1)
   @volatile private var published = Snapshot(Vector.empty, Totals())
   private val eventLog = Option.when(SparkUi.hasEventLog(sc))(new EventLog(
     settings.eventLogIntervalMs, settings.eventLogMaxEvents, () => System.currentTimeMillis(),
-      SparkInternals.post(sc, _)))
+    SparkInternals.post(sc, _)))
 
   /** Whether the UI or the event log shows when listeners opened and closed, and tasks ran. */
   val timelines: Boolean = eventLog.nonEmpty || SparkUi.hasUi(sc)
@@ -106,15 +98,11 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends Handler 
   }
 
   /** Ends everything before the SparkContext stops, within the timeout. A second call waits for the first. */
-  def drain(timeoutMs: Long): Unit =
-    if (!draining.compareAndSet(false, true)) { drained.await(timeoutMs, TimeUnit.MILLISECONDS); () }
-    else try endAll(timeoutMs) finally drained.countDown()
-
-  private def endAll(timeoutMs: Long): Unit = {
+  def drain(timeoutMs: Long): Unit = endOnce(timeoutMs) {
     val deadline = System.nanoTime() + timeoutMs * 1000000L
     def left: Long = math.max(1L, (deadline - System.nanoTime()) / 1000000L)
     def ended(ids: Seq[String]): Unit =
-      try { CompletableFuture.allOf(ids.map(end(_, left)): _*).get(left, TimeUnit.MILLISECONDS); () }
+      try CompletableFuture.allOf(ids.map(end(_, left)): _*).get(left, TimeUnit.MILLISECONDS)
       catch { case NonFatal(_) => () }
     val active = call(topologies.values.filter(_.state == "active").map(_.description).toSeq)
     ended(active.filter(d => d.id != Description.Application && d.parent.isEmpty).map(_.id))
@@ -187,12 +175,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends Handler 
   override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = {
     val frame = Frames.decodeMessage(message)
     inLoop {
-      from.foreach { peer =>
-        val known = executors.getOrElseUpdate(frame.text("executor"),
-          new ExecutorOf(frame.text("executor"), peer, address))
-        known.peer = peer
-        known.address = address
-      }
+      from.foreach(peer => executors(frame.text("executor")) = ExecutorOf(frame.text("executor"), peer, address))
       frame.kind match {
         case "ASK_DESCRIPTION" => describe(frame.text("topology"), frame.text("executor"), reply)
         case "ASK_EXECUTION" =>
@@ -238,7 +221,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends Handler 
   private[stagecrew] def endExecution(id: String): Unit =
     if (topologies.get(id).exists(_.state == "active")) { ends.end(id, settings.closeTimeoutMs); () }
 
-  /** Events may be dropped: ends what has ended according to Spark's own books. */
+  /** Events may be dropped: ends the executions that have ended according to Spark's own books. */
   private def checkExecutions(): Unit = {
     executions.prune()
     partitions.prune()
@@ -251,8 +234,8 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends Handler 
   /** Whether an executor sends its outputs to others before it leaves, or did so a moment ago. */
   private def leaving: Boolean = leftLast.exists(System.nanoTime() - _ < LeavingNanos)
 
-  /** The topology that uses what a job of this topology needs: the innermost active one, because another thread may
-    * have ended it. None while it closes and is cancelled, as its jobs are. */
+  /** The topology that uses the datasets of a job of this topology: the innermost active one, because another thread
+    * may have ended it. None while it closes and is cancelled, as its jobs are. */
   private[stagecrew] def user(topology: Option[String]): Option[String] = {
     val covering = topology.flatMap(topologies.get).toSeq.flatMap(chainOf).filter(_.state != "closed")
     if (covering.headOption.exists(_.state == "closing") && covering.exists(_.cancelled.nonEmpty)) None
@@ -268,7 +251,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends Handler 
     stats.processes.lost(executor, System.currentTimeMillis())
     totals.lose(executor)
     val concerned = ends.lost(executor)
-    // What it stored is lost with it, or belongs to the shuffle service.
+    // Its partitions are lost with it, or belong to the shuffle service.
     val stored = topologies.values.filter(_.counts.contains(executor)).toSeq
     stored.foreach(_.counts.updateWith(executor)(_.map { case (sequence, counts) =>
       sequence -> counts.copy(partitions = counts.partitions.storing(PartitionCounts()))
@@ -276,7 +259,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends Handler 
     publish((concerned ++ stored).distinct: _*)
   }
 
-  /** Takes over a report, unless it is older than what is known. */
+  /** Takes over a report, unless a newer one has arrived. */
   private[stagecrew] def reported(executor: String, frame: Frame): ExecutorReport = {
     val (sequence, report) = (frame.long("sequence"), Json.read[ExecutorReport](frame.text("body")))
     if (totals.record(executor, sequence, report.totals)) {
@@ -295,21 +278,8 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends Handler 
   private[stagecrew] def publish(changed: Topology*): Unit = {
     changed.foreach(_.changed())
     published = Snapshot(topologies.values.map(_.view).toVector, totals.sum, stats.processes.views,
-      stats.recovery, stats.sums,
-      ends.forgotten)
+      stats.recovery, stats.sums, ends.forgotten)
     eventLog.foreach(log => Log.contained("storing in the event log")(log.changed(published)))
-  }
-
-  override def inLoop(f: => Unit): Unit =
-    try loop.execute(() => Log.contained("the driver's loop")(f)) catch { case _: RejectedExecutionException => () }
-
-  override def schedule(ms: Long)(f: => Unit): Unit =
-    try { loop.schedule((() => Log.contained("the driver's loop")(f)): Runnable, ms, TimeUnit.MILLISECONDS); () }
-    catch { case _: RejectedExecutionException => () }
-
-  private def every(ms: Long)(what: String)(f: => Unit): Unit = {
-    loop.scheduleWithFixedDelay(() => Log.contained(what)(f), ms, ms, TimeUnit.MILLISECONDS)
-    ()
   }
 
   private def call[T](f: => T): T = {
@@ -338,5 +308,5 @@ object DriverCrew {
     def nonEmpty: Boolean = jobs.nonEmpty || executions.nonEmpty || queries.nonEmpty
   }
 
-  private[stagecrew] final class ExecutorOf(val id: String, var peer: Peer, var address: String)
+  private[stagecrew] final case class ExecutorOf(id: String, peer: Peer, address: String)
 }

@@ -4,8 +4,7 @@ package driver
 import java.util.{Map => JMap}
 import java.util.concurrent.{ConcurrentHashMap, TimeUnit, TimeoutException}
 import org.apache.spark.sql.StagecrewSql
-import org.apache.spark.stagecrew.ui.RecoveryView
-import org.apache.spark.stagecrew.wire.{Description, Frames, Json}
+import ui._, wire._
 
 /** The calls of driver Python over py4j: simple types only, and each call is short. */
 final class DriverFacade(crew: DriverCrew) {
@@ -25,7 +24,7 @@ final class DriverFacade(crew: DriverCrew) {
   private val ends = new ConcurrentHashMap[String, java.util.concurrent.Future[Unit]]()
 
   /** Begins to end a topology. `awaitEnd` returns whether it has ended. */
-  def end(id: String, timeoutMs: Long): Unit = { ends.computeIfAbsent(id, _ => crew.end(id, timeoutMs)); () }
+  def end(id: String, timeoutMs: Long): Unit = ends.computeIfAbsent(id, _ => crew.end(id, timeoutMs))
 
   def awaitEnd(id: String, ms: Long): Boolean = Option(ends.get(id)).forall { future =>
     try { future.get(ms, TimeUnit.MILLISECONDS); ends.remove(id); true } catch { case _: TimeoutException => false }
@@ -36,7 +35,7 @@ final class DriverFacade(crew: DriverCrew) {
   /** The place file of the channel to the driver's coordinators. */
   def coordinationPlace(): String = crew.coordination.place.toString
 
-  /** Keeps what a dataset (a Dataset or a JavaRDD) has stored when the topology ends. */
+  /** Keeps the stored partitions of a dataset (a Dataset or a JavaRDD) when the topology ends. */
   def keep(id: String, dataset: AnyRef): Unit = crew.partitions.keep(id, dataset)
 
   def stopQueries(id: String): Unit = crew.stopQueries(id)

@@ -6,11 +6,7 @@ import java.util.{Collections, Map => JMap}
 import scala.collection.immutable.VectorMap
 import org.apache.spark.{SPARK_VERSION, SparkConf, SparkContext}
 import org.apache.spark.api.plugin.{DriverPlugin, PluginContext}
-import org.apache.spark.stagecrew.executor.TaskAttempts
-import org.apache.spark.stagecrew.partitions.TrackedShuffleDataIO
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.ui.Tab
-import org.apache.spark.stagecrew.wire.{Description, Entry}
+import executor._, partitions._, spark._, ui._, wire._
 
 /** The driver side of the plugin. It refuses everything that cannot work, before executors exist. */
 final class DriverShim extends DriverPlugin {
@@ -56,7 +52,7 @@ object DriverShim {
   /** Tells executors whether the UI or the event log shows timelines. */
   val Timelines = "timelines"
 
-  /** Sets what the plugin needs in Spark's configuration, and refuses what cannot work. */
+  /** Sets the plugin's needs in Spark's configuration, and refuses settings that cannot work. */
   def configure(conf: SparkConf): Unit = {
     conf.getOption(DaemonModuleKey).filter(_ != DaemonModule).foreach(module => throw new IllegalArgumentException(
       s"$DaemonModuleKey=$module: stagecrew must be Spark's Python daemon module; remove this setting, or the plugin"))
@@ -73,9 +69,8 @@ object DriverShim {
   /** Wraps the user's ShuffleDataIO, which books shuffle outputs, and has tasks report cached blocks. */
   private def trackPartitions(conf: SparkConf): Unit = {
     if (SparkInternals.oldFetch(conf)) Log.log.warn(
-      "spark.shuffle.useOldFetchProtocol names outputs by partition, not by attempt: " +
-        s"partitions are not tracked, and not " +
-        "released when a topology ends")
+      "spark.shuffle.useOldFetchProtocol names outputs by partition, not by attempt: partitions are not tracked, " +
+        "and not released when a topology ends")
     else if (!SparkInternals.sortsShuffles(conf)) Log.log.warn(
       s"spark.shuffle.manager=${conf.get("spark.shuffle.manager")} does not write through Spark's ShuffleDataIO: its " +
         "partitions are not tracked, and not released when a topology ends")
@@ -85,7 +80,6 @@ object DriverShim {
     if (!conf.contains(BlockStatusesKey)) conf.set(BlockStatusesKey, "true")
     else if (!conf.getBoolean(BlockStatusesKey, defaultValue = true)) Log.log.warn(
       s"$BlockStatusesKey=false: cached blocks are not tracked, and release='all' finds none; remove this setting")
-    ()
   }
 
   /** The application's topology as the configuration alone describes it. */

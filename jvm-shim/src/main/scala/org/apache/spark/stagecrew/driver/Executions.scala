@@ -2,7 +2,7 @@ package org.apache.spark.stagecrew
 package driver
 
 import scala.collection.mutable
-import org.apache.spark.stagecrew.wire.Description
+import wire._
 
 /**
  * Which execution (root SQL execution, RDD job or streaming query) a stage or a query belongs to, and whether it still
@@ -23,10 +23,8 @@ private[stagecrew] final class Executions(books: Executions.Books, later: Long =
     waitingForStage.remove(stage).foreach(_.foreach(_.apply(jobOf(stage))))
   }
 
-  def jobEnded(job: Int): Unit = {
+  def jobEnded(job: Int): Unit =
     jobsOfStage.mapValuesInPlace((_, jobs) => jobs - job).filterInPlace((_, jobs) => jobs.nonEmpty)
-    ()
-  }
 
   /** The execution of a stage. The tasks of a shared stage belong to the first running job
     * (core/scheduler/DAGScheduler.scala). */

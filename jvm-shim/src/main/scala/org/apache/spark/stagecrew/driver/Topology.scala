@@ -4,13 +4,10 @@ package driver
 import java.util.concurrent.CompletableFuture
 import scala.collection.immutable.VectorMap
 import scala.collection.mutable
-import org.apache.spark.stagecrew.executor.{ExecutorCounts, PartitionCounts, SpanBook}
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.ui.TopologyView
-import org.apache.spark.stagecrew.wire.Description
+import executor._, spark._, ui._, wire._
 
 /**
- * What the driver knows of one topology. Used by its loop only; other threads read `view`. Of the lost executors the
+ * The driver's state of one topology. Used by its loop only; other threads read `view`. Of the lost executors the
  * last `retainedLost` are listed, and the others are in a sum.
  */
 private[stagecrew] final class Topology(
@@ -19,11 +16,10 @@ private[stagecrew] final class Topology(
   val started: Long = System.currentTimeMillis()
   var ended = 0L
   var cancelled = Option.empty[String] // the reason
-  val executors = mutable.LinkedHashSet.empty[String] // executors that asked for its description
-  val holders = mutable.LinkedHashSet.empty[String] // executors that may store partitions of it without having asked
-  val pending = mutable.LinkedHashSet.empty[String] // executors that have not closed it yet
+  /** The executors that asked for its description, that may store partitions of it without having asked, that have not
+    * closed it yet, and that had blocks of `caches`. */
+  val executors, holders, pending, cachedOn = mutable.LinkedHashSet.empty[String]
   val caches = mutable.LinkedHashSet.empty[Int] // cached datasets that the driver must unpersist
-  val cachedOn = mutable.LinkedHashSet.empty[String] // executors that had blocks of these
   val left = mutable.ArrayBuffer.empty[SparkInternals.LeftBlocks] // files of lost executors, to be deleted
   var releasing = false
   val unclosed = mutable.ArrayBuffer.empty[String]
@@ -56,8 +52,7 @@ private[stagecrew] final class Topology(
     val view = TopologyView(
       description.id, description.name, kind, description.parent, state, started, ended, jobs, executors.toVector,
       byExecutor.to(VectorMap), lostExecutors.keys.toVector, unclosed.toVector, operators.views,
-        spans.spans, spans.dropped,
-      forgotten, operators.forgotten)
+      spans.spans, spans.dropped, forgotten, operators.forgotten)
     shown = Some(view)
     view
   }

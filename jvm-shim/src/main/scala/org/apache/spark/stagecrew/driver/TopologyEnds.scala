@@ -3,18 +3,20 @@ package driver
 
 import java.util.concurrent.{CompletableFuture, TimeoutException}
 import org.apache.spark.scheduler.StagecrewScheduler
-import org.apache.spark.stagecrew.executor.{SpanBook, TaskAttempts}
-import org.apache.spark.stagecrew.partitions.{Datasets, DriverPartitions}
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.wire.{Frames, Json}
+import executor._, partitions._, spark._, wire._
 
 /**
- * The end of topologies on the driver: executors are told, and close; then the driver releases what only it can; then
- * the topology is closed. Used by the driver's loop only.
+ * Ends topologies on the driver. Executors close a topology first. Then the driver releases the partitions that only it
+ * can release, and the topology is closed. Used by the driver's loop only.
  */
 private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
-  import TopologyEnds._
   import crew.{executors, inLoop, partitions, pinning, pool, publish, sc, schedule, settings, topologies}
+
+  /** How much longer than the timeout of a topology the driver waits for an executor's reply. */
+  private val AnswerMs = 2000L
+
+  /** How long after its connection has closed an executor is known to be lost, at most. */
+  private val LostMs = 1000L
 
   private val migrates = SparkInternals.migrates(SparkInternals.conf(sc))
   /** Closed topologies that are no longer listed. */
@@ -33,7 +35,6 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
       if (inside.isEmpty) itself()
       else CompletableFuture.allOf(inside.map(t => end(t.description.id, timeoutMs)): _*)
         .whenComplete((_, _) => inLoop(itself()))
-      ()
     }
     done
   }
@@ -52,13 +53,13 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
       val message = Frames.encode("END_TOPOLOGY", topology.description.id, timeoutMs, Json.write(released.release))
       asked.foreach(executor => executor.peer.ask(message, timeoutMs + AnswerMs) {
         case Right(bytes) => inLoop {
-          Log.contained(s"the answer of executor ${executor.id}")(take(topology, executor.id, bytes, released))
+          Log.contained(s"the reply of executor ${executor.id}")(take(topology, executor.id, bytes, released))
           answered(topology, executor.id)
         }
         // A connection may close a moment before its executor is known to be lost: then it is reported as lost.
         case Left(error) => schedule(if (error.isInstanceOf[TimeoutException]) 0 else LostMs) {
           if (topology.pending(executor.id)) {
-            topology.unclosed += s"executor ${executor.id} did not answer: ${error.getMessage}"
+            topology.unclosed += s"executor ${executor.id} did not reply: ${error.getMessage}"
             answered(topology, executor.id)
           }
         }
@@ -68,7 +69,8 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
     publish(topology)
   }
 
-  /** Takes over an executor's answer: what has not closed, and what is the driver's to release. */
+  /** Takes over an executor's reply: the listeners that have not closed, and the caches that the driver must
+    * release. */
   private def take(
     topology: Topology, executor: String, bytes: Array[Byte], released: DriverPartitions.Released): Unit = {
     val report = crew.reported(executor, Frames.decodeMessage(bytes))
@@ -120,7 +122,6 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
         caches.foreach(rdd => Log.contained(s"releasing cached dataset $rdd")(SparkInternals.uncache(sc, rdd)))
         deleteLeft(left)
       }, pool).whenComplete((_, _) => inLoop(confirm(topology, caches)))
-      ()
     }
 
   def deleteLeft(left: Seq[SparkInternals.LeftBlocks]): Unit = left.foreach(one =>
@@ -138,20 +139,16 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
           Log.contained(s"the counts of executor ${executor.id}")(
             crew.reported(executor.id, Frames.decodeMessage(bytes)))
           done.complete(())
-          ()
         }
         case Left(error) =>
-          Log.log.warn(s"executor ${executor.id} did not confirm which cached blocks of topology '$name' " +
-            s"are gone: they are " +
-            s"not counted as released: ${error.getMessage}")
+          Log.log.warn(s"executor ${executor.id} did not confirm which cached blocks of topology '$name' are gone: " +
+            s"they are not counted as released: ${error.getMessage}")
           done.complete(())
-          ()
       }
       done
     }
     if (answers.isEmpty) close(topology)
     else CompletableFuture.allOf(answers: _*).whenComplete((_, _) => inLoop(close(topology)))
-    ()
   }
 
   private def close(topology: Topology): Unit = if (topology.state == "closing") {
@@ -159,8 +156,7 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
     topology.ended = System.currentTimeMillis()
     val waiters = topology.waiters
     topology.waiters = Nil
-    if (topology.unclosed.nonEmpty) Log.log.warn(
-      s"topology '${topology.description.name}' has ended, " +
+    if (topology.unclosed.nonEmpty) Log.log.warn(s"topology '${topology.description.name}' has ended, " +
         s"but these have not closed: ${topology.unclosed.mkString("; ")}")
     topology.description = topology.description.copy()(Vector.empty) // a closed topology keeps no pickled listeners
     val closed = topologies.values.filter(t => t.state == "closed" && t.kind != DriverCrew.ApplicationKind).toSeq
@@ -184,12 +180,4 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
     }
     concerned
   }
-}
-
-private[stagecrew] object TopologyEnds {
-  /** How much longer than the timeout of a topology the driver waits for an executor's answer. */
-  private val AnswerMs = 2000L
-
-  /** How long after its connection has closed an executor is known to be lost, at most. */
-  private val LostMs = 1000L
 }

@@ -5,10 +5,9 @@ import java.nio.file.Path
 import java.util.concurrent.{CompletableFuture, TimeUnit, TimeoutException}
 import scala.jdk.CollectionConverters._
 import org.apache.spark.SparkFiles
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.wire.{Description, Frame, Json, Link}
+import spark._, wire._
 
-/** The agent's answer about the listeners of one topology. `body` and `values` are for workers, which decode them;
+/** The agent's reply about the listeners of one topology. `body` and `values` are for workers, which decode them;
   * `values` are the pickled copies of what executor-scoped listeners opened. */
 final case class Opened(
     listeners: Map[Int, Opened.One] = Map.empty, error: Option[String] = None, body: String = "",
@@ -55,21 +54,19 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
       Opened.of(reply.get(bound, TimeUnit.MILLISECONDS))
     } catch {
       case _: TimeoutException => // it hangs outside of hooks: in an import, or while it unpickles
-        ProcessHandle.of(agent.pid).ifPresent(process => { process.destroyForcibly(); () })
+        ProcessHandle.of(agent.pid).ifPresent(process => process.destroyForcibly())
         throw new IllegalStateException(
-          s"the agent (process ${agent.pid}) did not answer within $bound ms and was ended")
+          s"the agent (process ${agent.pid}) did not reply within $bound ms and was ended")
       case failed: java.util.concurrent.ExecutionException => throw failed.getCause
     } finally answer = None
   }
 
-  /** An agent has connected. An agent that was given up meanwhile is disconnected: it closes what it has open and
-    * ends. */
-  def connected(arrived: Link): Unit =
-    if (process.exists(started => isOrDescends(arrived.pid, started.pid))) {
-      link = Some(arrived)
-      arrival.complete(arrived)
-      ()
-    } else arrived.close()
+  /** An agent has connected. An agent that was given up meanwhile is disconnected: it closes its open
+    * listeners and ends. */
+  def connected(arrived: Link): Unit = if (process.exists(started => isOrDescends(arrived.pid, started.pid))) {
+    link = Some(arrived)
+    arrival.complete(arrived)
+  } else arrived.close()
 
   def received(frame: Frame): Unit = answer.foreach { case (topology, reply) =>
     if (frame.text("topology") == topology) reply.complete(frame)
@@ -128,10 +125,8 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
     log(s"started the agent, process ${started.pid}")
     started.onExit().thenAccept { ended =>
       awaited.completeExceptionally(new IllegalStateException(
-        s"the agent (${python.executable} -m stagecrew.worker.agent) " +
-          s"ended with exit code ${ended.exitValue}; the executor's stderr " +
-          "says why"))
-      ()
+        s"the agent (${python.executable} -m stagecrew.worker.agent) ended with exit code ${ended.exitValue}; the " +
+          "executor's stderr says why"))
     }
     try awaited.get(StartMs, TimeUnit.MILLISECONDS) catch {
       case failed: java.util.concurrent.ExecutionException => throw failed.getCause

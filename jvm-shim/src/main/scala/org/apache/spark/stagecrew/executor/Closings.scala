@@ -1,18 +1,39 @@
 package org.apache.spark.stagecrew
 package executor
 
-import java.util.concurrent.{CompletableFuture, CountDownLatch, ExecutorService}
+import java.util.concurrent._
+import java.util.concurrent.atomic.AtomicBoolean
 import scala.collection.concurrent.TrieMap
 import scala.collection.mutable
-import org.apache.spark.stagecrew.listeners.{ExecutorListeners, Side}
-import org.apache.spark.stagecrew.partitions.Taken
-import org.apache.spark.stagecrew.spark.Reply
-import org.apache.spark.stagecrew.wire.Link
+import listeners._, partitions._, spark._, wire._
 
-/** A thread that runs one thing after the other. It drops what is scheduled after its end. */
+/** A thread that runs one thing after the other. It drops calls that are scheduled after its end. */
 trait Loop {
   def inLoop(f: => Unit): Unit
   def schedule(ms: Long)(f: => Unit): Unit
+}
+
+/** A `Loop` on a thread of this name. A failure is logged, and does not end the loop. */
+private[stagecrew] abstract class ThreadLoop(name: String) extends Loop {
+  protected val loop: ScheduledExecutorService = Executors.newSingleThreadScheduledExecutor(ExecutorCrew.daemon(name))
+
+  override def inLoop(f: => Unit): Unit = unlessEnded(loop.execute(() => Log.contained(s"the loop of $name")(f)))
+
+  override def schedule(ms: Long)(f: => Unit): Unit = unlessEnded(
+    loop.schedule((() => Log.contained(s"the loop of $name")(f)): Runnable, ms, TimeUnit.MILLISECONDS))
+
+  protected def every(ms: Long)(what: String)(f: => Unit): Unit =
+    loop.scheduleWithFixedDelay(() => Log.contained(what)(f), ms, ms, TimeUnit.MILLISECONDS)
+
+  private def unlessEnded(f: => Unit): Unit = try f catch { case _: RejectedExecutionException => () }
+
+  private val ending = new AtomicBoolean(false)
+  private val ended = new CountDownLatch(1)
+
+  /** Runs the end of the loop's owner, once. A second call waits for the first, within the timeout. */
+  protected def endOnce(timeoutMs: Long)(f: => Unit): Unit =
+    if (ending.compareAndSet(false, true)) try f finally ended.countDown()
+    else ended.await(timeoutMs, TimeUnit.MILLISECONDS)
 }
 
 /**
@@ -23,10 +44,10 @@ trait Loop {
 final class Closings(
     executor: String, table: TopologyTable, processes: Processes, sides: ExecutorListeners, pool: ExecutorService,
     loop: Loop)(
-    release: String => CompletableFuture[Taken],
-      report: (String, Seq[String], Option[Taken]) => Array[Byte], closed: String => Unit) {
-  import Closings._
-
+    release: String => CompletableFuture[Taken], report: (String, Seq[String], Option[Taken]) => Array[Byte],
+    closed: String => Unit) {
+  /** A hook that heeds its timeout reports it a moment later: then it is counted, and nothing is late. */
+  private val ReportGraceMs = 300L
   private val closings = mutable.LinkedHashMap.empty[String, Closing]
   private val latches = TrieMap.empty[String, CountDownLatch]
   @volatile private var some = false
@@ -41,7 +62,7 @@ final class Closings(
   /** A latch that opens when the topology is closed. Any thread must get it before it calls `end`. */
   def latch(topology: String): CountDownLatch = latches.getOrElseUpdate(topology, new CountDownLatch(1))
 
-  /** The topology has ended: closes it. Replies when it is closed, or at the timeout with what has not closed. */
+  /** The topology has ended: closes it. Replies when it is closed, or at the timeout with the unclosed listeners. */
   def end(topology: String, timeoutMs: Long, reply: Option[Reply]): Unit = {
     table.end(topology)
     val closing = closings.getOrElseUpdate(topology, new Closing(topology))
@@ -69,13 +90,13 @@ final class Closings(
     private var jvm = Option.empty[CompletableFuture[Void]]
     private var released = Option.empty[CompletableFuture[Taken]]
 
-    /** Takes the steps in their order, as far as possible. A step that waits continues when `changed` is called. */
+    /** Takes the steps in their order, until one must wait. A step that waits continues when `changed` is called. */
     def advance(): Unit =
       if (attemptsEnded && opensEnded && workersClosed && agentClosed && jvmClosed && partitionsReleased) finish()
 
     private def attemptsEnded: Boolean = forced || table.attemptsOf(topology).isEmpty
 
-    // The task that opens it may be gone, but the open goes on.
+    // The task that opens it may be gone, but the open continues.
     private def opensEnded: Boolean = sides.opening(topology).forall { open =>
       if (!opening.contains(open)) {
         opening = Some(open)
@@ -130,7 +151,7 @@ final class Closings(
       latches.remove(topology).foreach(_.countDown())
     }
 
-    /** The timeout: replies with what has not closed, and goes on. */
+    /** The timeout: replies with the unclosed listeners, and continues to close. */
     def giveUp(): Unit = if (closings.contains(topology) && replies.nonEmpty) {
       val attempts = table.attemptsOf(topology).toSeq.sorted
         .map(attempt => s"attempt $attempt on executor $executor still runs")
@@ -150,9 +171,4 @@ final class Closings(
       replies = Nil
     }
   }
-}
-
-object Closings {
-  /** A hook that heeds its timeout reports it a moment later: then it is counted, and nothing is late. */
-  private val ReportGraceMs = 300L
 }

@@ -3,8 +3,7 @@ package executor
 
 import java.util.concurrent.Executor
 import org.apache.spark.TaskContext
-import org.apache.spark.stagecrew.driver.Executions
-import org.apache.spark.stagecrew.wire.{Description, Frames}
+import driver._, wire._
 
 /**
  * What an executor knows about topologies. It asks the driver once for each, when the first task needs it; `ask` sends
@@ -12,8 +11,8 @@ import org.apache.spark.stagecrew.wire.{Description, Frames}
  */
 final class Descriptions(
     executor: String, host: () => String, table: TopologyTable, pool: Executor, ask: Array[Byte] => Array[Byte]) {
-  import Descriptions._
-
+  private val QueryProperty = "sql.streaming.queryId"
+  private val RootExecutionProperty = "spark.sql.execution.root.id"
   private val described = new Once[Option[Description]](pool)
   private val executions = new Once[Option[String]](pool)
 
@@ -63,15 +62,10 @@ final class Descriptions(
     Some(Frames.decodeMessage(ask(Frames.encode("ASK_EXECUTION", executor, key))).text("topology")).filter(_.nonEmpty)
   }
 
-  /** The driver's answer; None is not kept. */
+  /** The driver's reply; None is not kept. */
   private def found[T](answers: Once[Option[T]], key: String)(question: => Option[T]): Option[T] = {
     val answer = answers.of(key)(question)
     if (answer.isEmpty) answers.forget(key)
     answer
   }
-}
-
-object Descriptions {
-  private val QueryProperty = "sql.streaming.queryId"
-  private val RootExecutionProperty = "spark.sql.execution.root.id"
 }

@@ -3,9 +3,7 @@ package executor
 
 import java.nio.ByteBuffer
 import scala.collection.mutable
-import org.apache.spark.stagecrew.driver.Coordination
-import org.apache.spark.stagecrew.spark.{Handler, Peer, Reply, Rpc}
-import org.apache.spark.stagecrew.wire.{FrameException, Frames, Link}
+import driver._, spark._, wire._
 
 /**
  * The evaluations of an executor: calls of bound functions that talk with coordinators on the driver. It holds their
@@ -38,8 +36,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       synchronized(book(id) = evaluation) // before the driver replies
       val (stageAttempt, partitions) = attempts.stageOf(attempt)
       batch.add("READY", id, ready.text("binding"), ready.long("subtask"), attempt,
-        ready.long("number"), ready.long("stage"),
-        ready.long("partition"), stageAttempt.toLong, partitions.toLong)
+        ready.long("number"), ready.long("stage"), ready.long("partition"), stageAttempt.toLong, partitions.toLong)
       batch.flush()
       val ending = synchronized {
         evaluation.announced = true
@@ -59,7 +56,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       val id = Frames.evaluationOf(frame)
       val evaluation = find(id)
       if (kind == "FINISH") evaluation.foreach(_.finishing = Frames.sequenceOf(frame))
-      if (evaluation.nonEmpty) batch.add(frame) else link.send("ABORT", id, "its attempt is over, or it was reset")
+      if (evaluation.nonEmpty) batch.add(frame) else link.send("ABORT", id, "its attempt has ended, or it was reset")
     case other => throw new FrameException(s"an evaluation does not send $other")
   }
 
@@ -105,8 +102,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
 
   /** An attempt has ended, as `attempts` knows already. If it did not fail, its unfinished evaluations are
     * abandoned. */
-  def attemptOver(attempt: Long, failed: Option[String]): Unit =
-    if (book.nonEmpty) over(_.attempt == attempt, failed)
+  def attemptOver(attempt: Long, failed: Option[String]): Unit = if (book.nonEmpty) over(_.attempt == attempt, failed)
 
   private def over(which: Evaluation => Boolean, failed: Option[String]): Unit =
     end(which, if (failed.isEmpty) "abandoned" else "failed", failed.getOrElse(Unneeded))
@@ -130,7 +126,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
 }
 
 object Evaluations {
-  /** What the executor knows about attempts. */
+  /** The executor's knowledge about attempts. */
   trait Attempts {
     def runs(attempt: Long): Boolean
     /** Why it failed, or that Spark has asked it to end. Called before `runs`. */
@@ -146,7 +142,7 @@ object Evaluations {
       frames => driver.send(Frames.encode("FROM", executor, frames)))
     lazy val endpoint: Peer = Rpc.endpoint(s"stagecrew-evaluations-$executor", new Handler {
       override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit =
-        Log.contained("what a coordinator sent")(here.arrived(ByteBuffer.wrap(message)))
+        Log.contained("a coordinator's message")(here.arrived(ByteBuffer.wrap(message)))
     })
     // The endpoint's reference is sent once: Java takes longer for it than for the rest of a message.
     driver.send(Rpc.withSender(endpoint, Frames.encode("FROM", executor, Array.emptyByteArray)))

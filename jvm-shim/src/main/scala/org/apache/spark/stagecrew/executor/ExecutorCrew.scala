@@ -4,15 +4,10 @@ package executor
 import java.io.File
 import java.nio.file.Path
 import java.util.concurrent._
-import java.util.concurrent.atomic.AtomicBoolean
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.jdk.CollectionConverters._
 import org.apache.spark.{SparkConf, SparkEnv, TaskContext}
-import org.apache.spark.stagecrew.driver.DriverCrew
-import org.apache.spark.stagecrew.listeners.{ExecutorListeners, Where}
-import org.apache.spark.stagecrew.partitions.{CachedBlock, Datasets, Output, Partitions, Release, Taken}
-import org.apache.spark.stagecrew.spark.{Handler, Peer, Reply, Rpc, SparkInternals}
-import org.apache.spark.stagecrew.wire.{Channels, Description, FrameException, Frames, Json}
+import driver._, listeners._, partitions._, spark._, wire._
 
 /**
  * One executor's part of the plugin: it holds the parts, carries out the driver's messages, and ends everything.
@@ -22,14 +17,13 @@ import org.apache.spark.stagecrew.wire.{Channels, Description, FrameException, F
  */
 final class ExecutorCrew(
     private[stagecrew] val conf: SparkConf, private[stagecrew] val executor: String, version: String, jar: String,
-    timelines: Boolean) extends Handler with Loop {
+    timelines: Boolean) extends ThreadLoop("stagecrew-executor") with Handler {
   import ExecutorCrew._
 
   val settings = new Settings(conf)
   val ledger = new Ledger(timelines = timelines)
   private[stagecrew] val table = new TopologyTable
 
-  private val loop = Executors.newSingleThreadScheduledExecutor(daemon("stagecrew-executor"))
   private val pool = Executors.newCachedThreadPool(daemon("stagecrew-hook"))
   private lazy val watchdog = Executors.newSingleThreadScheduledExecutor(daemon("stagecrew-watchdog"))
   private val self: Peer = Rpc.endpoint(s"stagecrew-$executor", this)
@@ -66,15 +60,11 @@ final class ExecutorCrew(
 
   private val lock = new Object
   private var server = Option.empty[(Channels, File)]
-  private val ending = new AtomicBoolean(false)
-  private val ended = new CountDownLatch(1)
   @volatile private var abandoned = false // the driver is gone
 
   ledger.samples = Some(samples)
   Partitions.serve(partitions)
-  loop.scheduleWithFixedDelay(() => Log.contained("a report to the driver")(reports.report()),
-    settings.reportIntervalMs,
-    settings.reportIntervalMs, TimeUnit.MILLISECONDS)
+  every(settings.reportIntervalMs)("a report to the driver")(reports.report())
 
   def taskStarted(task: TaskContext): Unit = attempts.started(task)
 
@@ -90,9 +80,8 @@ final class ExecutorCrew(
     if (server.isEmpty) {
       val folder = try SparkInternals.temporaryFolder(conf) catch {
         case Failure(error) => throw new java.io.IOException(
-          s"executor $executor (host $host) cannot create a folder for the channel to its Python processes; " +
-            s"check its local " +
-            s"directories (spark.local.dir): ${TaskRejection.text(error)}", error)
+          s"executor $executor (host $host) cannot create a folder for the channel to its Python processes; check " +
+            s"its local directories (spark.local.dir): ${TaskRejection.text(error)}", error)
       }
       val channels = try new Channels(folder.toPath, settings, version, () => welcome, links) catch {
         case error: Throwable => Log.contained(s"deleting $folder")(SparkInternals.delete(folder)); throw error
@@ -145,11 +134,7 @@ final class ExecutorCrew(
   // -- The end of the executor
 
   /** Closes everything that is open, and waits for it within the timeout. A second call waits for the first. */
-  def shutdown(timeoutMs: Long): Unit =
-    if (!ending.compareAndSet(false, true)) { ended.await(timeoutMs, TimeUnit.MILLISECONDS); () }
-    else try closeAll(timeoutMs) finally ended.countDown()
-
-  private def closeAll(timeoutMs: Long): Unit = {
+  def shutdown(timeoutMs: Long): Unit = endOnce(timeoutMs) {
     val deadline = System.nanoTime() + timeoutMs * 1000000L
     def left: Long = math.max(0L, (deadline - System.nanoTime()) / 1000000L)
     def end(topologies: Seq[String]): Unit = {
@@ -160,7 +145,7 @@ final class ExecutorCrew(
     // A task of the JVM cannot be ended: after half of the time the others close without it.
     schedule(timeoutMs / 2)(closings.force())
     val (application, inner) = descriptions.ids.partition(_ == Description.Application)
-    // Attempts are being killed, or never end: their workers are asked to end, and close what they have open.
+    // Attempts are being killed, or never end: their workers are asked to end, and close their open listeners.
     processes.busy.foreach(links.terminate)
     end(inner)
     end(application)
@@ -182,17 +167,8 @@ final class ExecutorCrew(
 
   /** Runs something on a thread of its own after this time. The loop writes to links: a process that hangs could
     * delay it. */
-  private[stagecrew] def watch(ms: Long)(f: => Unit): Unit = {
+  private[stagecrew] def watch(ms: Long)(f: => Unit): Unit =
     watchdog.schedule((() => Log.contained("ending overdue processes")(f)): Runnable, ms + 10, TimeUnit.MILLISECONDS)
-    ()
-  }
-
-  override def inLoop(f: => Unit): Unit =
-    try loop.execute(() => Log.contained("the executor's loop")(f)) catch { case _: RejectedExecutionException => () }
-
-  override def schedule(ms: Long)(f: => Unit): Unit =
-    try { loop.schedule((() => Log.contained("the executor's loop")(f)): Runnable, ms, TimeUnit.MILLISECONDS); () }
-    catch { case _: RejectedExecutionException => () }
 }
 
 object ExecutorCrew {

@@ -3,9 +3,7 @@ package executor
 
 import scala.collection.mutable
 import scala.util.control.NonFatal
-import org.apache.spark.stagecrew.partitions.{Orphans, Release, Taken}
-import org.apache.spark.stagecrew.spark.{Reply, SparkInternals}
-import org.apache.spark.stagecrew.wire.{Frames, Json}
+import partitions._, spark._, wire._
 
 /** What an executor reports to the driver: counts, spans and samples, and the inventory of its partitions. Used by the
   * executor's loop only. */
@@ -31,14 +29,14 @@ private[stagecrew] final class ExecutorReports(crew: ExecutorCrew) {
     sendInventory()
   }
 
-  /** Reports what was closed at last. If the driver is gone already, nobody needs it. */
+  /** Sends the last report. It is not needed if the driver is gone already. */
   def last(timeoutMs: Long): Unit = ledger.report().foreach { case (sequence, report) =>
-    try { crew.askDriverSync(message(sequence, report), timeoutMs); () } catch {
+    try crew.askDriverSync(message(sequence, report), timeoutMs) catch {
       case NonFatal(error) => Log.log.debug("the last report did not reach the driver", error)
     }
   }
 
-  /** The counts of one topology, and at its end what has not closed, and what was released. */
+  /** A report of one topology: its counts, and at its end also the unclosed listeners and the released partitions. */
   def of(topology: String, unclosed: Seq[String] = Nil, taken: Taken = Taken()): Array[Byte] = {
     partitions.tell(topology)
     val (sequence, report) = ledger.full(topology)
@@ -49,7 +47,7 @@ private[stagecrew] final class ExecutorReports(crew: ExecutorCrew) {
   private def message(sequence: Long, report: ExecutorReport): Array[Byte] =
     Frames.encode("REPORT", executor, sequence, Json.write(report))
 
-  /** Tells the driver what is stored here. The driver answers what must be deleted. */
+  /** Sends the driver an inventory of the stored partitions. The reply names those that must be deleted. */
   private def sendInventory(): Unit = partitions.inventory(always = migrates).foreach { inventory =>
     crew.askDriver(Frames.encode("INVENTORY", executor, Json.write(inventory))) {
       case Left(_) => inLoop(partitions.answered(heard = false))

@@ -4,14 +4,15 @@ package executor
 import java.util.{Map => JMap}
 import org.apache.spark.{SparkContext, SparkEnv, TaskContext}
 import org.apache.spark.api.plugin.{ExecutorPlugin, PluginContext}
-import org.apache.spark.stagecrew.driver.DriverShim
-import org.apache.spark.stagecrew.spark.SparkInternals
+import driver._, spark._
 
 /** The executor side of the plugin. `init` returns at once and never throws: Spark would relaunch executors without
   * end. A failure in it fails the tasks. */
 final class ExecutorShim extends ExecutorPlugin {
   @volatile private var crew: ExecutorCrew = _
   @volatile private var notRunning: NotRunning = _
+  /** The environment variable that makes Python processes sample themselves (python/stagecrew/worker/sampling.py). */
+  private val Sampling = "STAGECREW_SAMPLING"
   private var hook: AnyRef = _
   private var added = false // whether this executor put the jar on the PYTHONPATH
 
@@ -21,8 +22,7 @@ final class ExecutorShim extends ExecutorPlugin {
       preparePythonPath()
       crew = new ExecutorCrew(env.conf, env.executorId, Shim.version, Shim.jar,
         extra.get(DriverShim.Timelines) == "true")
-      Log.contained("preparing the samples of Python processes")(
-        PythonPath.assign(ExecutorShim.Sampling, crew.sampling))
+      Log.contained("preparing the samples of Python processes")(PythonPath.assign(Sampling, crew.sampling))
       // In a local master the driver's metrics have the same names, and include this executor.
       if (env.executorId != SparkContext.DRIVER_IDENTIFIER)
         Metrics.registerExecutor(plugin.metricRegistry(), crew.ledger)
@@ -45,7 +45,7 @@ final class ExecutorShim extends ExecutorPlugin {
     if (hook != null) Log.contained("removing the shutdown hook")(SparkInternals.removeShutdownHook(hook))
     // In a local master the JVM may go on with an application without the plugin.
     if (added) Log.contained("removing the jar from the PYTHONPATH")(PythonPath.remove(Shim.jar))
-    Log.contained("ending the samples of Python processes")(PythonPath.assign(ExecutorShim.Sampling, ""))
+    Log.contained("ending the samples of Python processes")(PythonPath.assign(Sampling, ""))
   }
 
   private def end(): Unit = if (crew != null) crew.shutdown(crew.settings.shutdownTimeoutMs)
@@ -53,15 +53,8 @@ final class ExecutorShim extends ExecutorPlugin {
   /** Lets Python processes of this executor find stagecrew in the jar, wherever the jar is on this host. */
   private def preparePythonPath(): Unit = try added = PythonPath.add(Shim.jar) catch {
     case Failure(error) => Log.log.error(
-      s"Python processes of executor ${SparkEnv.get.executorId} cannot find stagecrew, " +
-        s"because this JVM does not allow changes " +
-        s"of its environment; install stagecrew ${Shim.version} for the executors' Python, or start the JVM with " +
-        "--add-opens=java.base/java.util=ALL-UNNAMED", error)
+      s"Python processes of executor ${SparkEnv.get.executorId} cannot find stagecrew, because this JVM does not " +
+        s"allow changes of its environment; install stagecrew ${Shim.version} for the executors' Python, or start " +
+        "the JVM with --add-opens=java.base/java.util=ALL-UNNAMED", error)
   }
-}
-
-object ExecutorShim {
-  /** The environment variable that tells Python processes to sample themselves
-    * (python/stagecrew/worker/sampling.py). */
-  val Sampling = "STAGECREW_SAMPLING"
 }

@@ -3,21 +3,19 @@ package executor
 
 import scala.collection.immutable.VectorMap
 import scala.collection.mutable
-import org.apache.spark.stagecrew.ui.{ProcessView, Span}
+import ui._
 
-/** The counts of one listener of a topology on one executor. */
+/**
+ * The counts of one listener of a topology on one executor.
+ *
+ * @param opens attempted ones, as `closes`
+ * @param failures of open, close or decorate
+ * @param lost how often it was opened in a process that ended without closing it
+ * @param lastErrorLine the line that says what happened, as Python finds it
+ */
 final case class ListenerCounts(
-    index: Int,
-    name: String,
-    scope: String,
-    opens: Long = 0, // attempted
-    closes: Long = 0, // attempted
-    failures: Long = 0, // of open, close or decorate
-    lost: Long = 0, // opened in a process that ended without closing it
-    openMicros: Long = 0,
-    closeMicros: Long = 0,
-    lastError: String = "",
-    lastErrorLine: String = "") { // the line that says what happened, as Python finds it
+    index: Int, name: String, scope: String, opens: Long = 0, closes: Long = 0, failures: Long = 0, lost: Long = 0,
+    openMicros: Long = 0, closeMicros: Long = 0, lastError: String = "", lastErrorLine: String = "") {
 
   def stillOpen: Long = opens - closes - lost
 
@@ -58,16 +56,11 @@ final case class Totals(
     f(releasedBytes, other.releasedBytes))
 }
 
-/** The partitions of a topology on an executor: stored now, and released so far. */
+/** The partitions of a topology on an executor: those that are stored now, those that are known to be deleted
+  * (`released`), and those that could not be deleted (`releaseFailures`). */
 final case class PartitionCounts(
-    inProgress: Long = 0,
-    outputs: Long = 0,
-    outputBytes: Long = 0,
-    blocks: Long = 0,
-    blockBytes: Long = 0,
-    released: Long = 0, // known to be deleted
-    releasedBytes: Long = 0,
-    releaseFailures: Long = 0) { // could not be deleted
+    inProgress: Long = 0, outputs: Long = 0, outputBytes: Long = 0, blocks: Long = 0, blockBytes: Long = 0,
+    released: Long = 0, releasedBytes: Long = 0, releaseFailures: Long = 0) {
 
   def +(other: PartitionCounts): PartitionCounts = PartitionCounts(
     inProgress + other.inProgress, outputs + other.outputs, outputBytes + other.outputBytes, blocks + other.blocks,
@@ -79,13 +72,16 @@ final case class PartitionCounts(
     now.copy(released = released, releasedBytes = releasedBytes, releaseFailures = releaseFailures)
 }
 
-/** The counts of one topology on one executor. */
+/**
+ * The counts of one topology on one executor.
+ *
+ * @param processes Python processes that opened a listener
+ * @param lostProcesses those of them that ended before they closed it
+ * @param deferred the ids of processes that close after their current task
+ */
 final case class ExecutorCounts(
-    listeners: Vector[ListenerCounts] = Vector.empty,
-    processes: Long = 0, // Python processes that opened a listener
-    lostProcesses: Long = 0, // of these, processes that ended before they closed it
-    deferred: Set[String] = Set.empty, // ids of processes that close after their current task
-    partitions: PartitionCounts = PartitionCounts()) {
+    listeners: Vector[ListenerCounts] = Vector.empty, processes: Long = 0, lostProcesses: Long = 0,
+    deferred: Set[String] = Set.empty, partitions: PartitionCounts = PartitionCounts()) {
 
   def totals: Totals =
     listeners.iterator.map(c => Totals(c.opens, c.closes, c.failures, c.lost, c.openMicros, c.closeMicros))
@@ -112,16 +108,17 @@ final case class SpanSlot(slot: Int, span: Span)
 
 /**
  * A report of an executor to the driver. The counts are complete, not changes, and each report has a sequence number:
- * the driver replaces what it has. So a report that is lost or repeated changes nothing.
+ * the driver replaces the older ones. So a report that is lost or repeated changes nothing. The last three fields are
+ * for the end of a topology.
+ *
+ * @param unclosed the listeners that have not closed
+ * @param shuffles shuffles with deleted outputs
+ * @param caches cached datasets that the driver must unpersist
  */
 final case class ExecutorReport(
-    totals: Totals,
-    topologies: VectorMap[String, ExecutorCounts],
-    spans: VectorMap[String, SpanReport],
-    processes: Vector[ProcessView] = Vector.empty,
-    unclosed: Vector[String] = Vector.empty, // at the end of a topology: what has not closed
-    shuffles: Vector[Int] = Vector.empty, // at the end of a topology: shuffles with deleted outputs
-    caches: Vector[Int] = Vector.empty) // at the end of a topology: cached datasets that the driver must unpersist
+    totals: Totals, topologies: VectorMap[String, ExecutorCounts], spans: VectorMap[String, SpanReport],
+    processes: Vector[ProcessView] = Vector.empty, unclosed: Vector[String] = Vector.empty,
+    shuffles: Vector[Int] = Vector.empty, caches: Vector[Int] = Vector.empty)
 
 /** The counts of one executor. `timelines` says whether spans are kept, because the UI or the event log shows them. */
 final class Ledger(wall: () => Long = () => System.currentTimeMillis(), timelines: Boolean = true) {

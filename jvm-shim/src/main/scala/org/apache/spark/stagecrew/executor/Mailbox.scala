@@ -9,8 +9,8 @@ import scala.collection.mutable
  *
  * Events have the sequence numbers 1, 2, 3, ... A repeated event is accepted once. An event after a gap, or one that
  * does not fit, is refused with all later ones: the coordinator's side then fails the attempt, so that no loss is
- * silent. The worker takes what it has credit for: a number of events, and a number of bytes, which the last event may
- * exceed.
+ * silent. The worker takes the events that it has credit for: a number of events, and a number of bytes, which the last
+ * event may exceed.
  */
 final class Mailbox(maxEvents: Int, maxBytes: Long) {
   import Mailbox._
@@ -49,17 +49,15 @@ final class Mailbox(maxEvents: Int, maxBytes: Long) {
   /** Removes the events that the worker has credit for. Returns them with their first sequence number. */
   def take(): Option[(Long, Vector[Array[Byte]])] = {
     val first = accepted - waiting.size + 1
-    val taken = Vector.newBuilder[Array[Byte]]
-    var count = 0
+    val taken = mutable.ArrayBuffer.empty[Array[Byte]]
     while (waiting.nonEmpty && wantedEvents > 0 && wantedBytes > 0) {
       val event = waiting.dequeue()
       taken += event
-      count += 1
       bytes -= event.length
       wantedEvents -= 1
       wantedBytes -= math.max(event.length, 1)
     }
-    if (count == 0) None else Some(first -> taken.result())
+    Option.when(taken.nonEmpty)(first -> taken.toVector)
   }
 
   private def refuse(reason: String): Answer = {

@@ -2,12 +2,12 @@ package org.apache.spark.stagecrew
 package executor
 
 import scala.collection.mutable
-import org.apache.spark.stagecrew.wire.Link
+import wire._
 
 /**
  * The Python processes of an executor: what each has open, the attempt that it runs, and the hook that it is in.
  *
- * Guarded by its own lock. Nothing is called while the lock is held: the caller does what is returned.
+ * Guarded by its own lock. Nothing is called while the lock is held: the caller acts on the result.
  */
 final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String), clock: () => Long) {
   import Processes._
@@ -16,42 +16,41 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
 
   def connected(link: Link): Unit = synchronized(book(link) = new Process)
 
+  private def change(link: Link)(f: Process => Unit): Unit = synchronized(book.get(link).foreach(f))
+
   /** The link is gone: open listeners of its process are lost. */
-  def disconnected(link: Link): Unit = synchronized {
-    book.remove(link).foreach { process =>
-      process.open.groupBy(_._1).foreach { case (topology, keys) =>
-        keys.foreach { case (_, index) => count(topology, index)(c => c.copy(lost = c.lost + 1)) }
-        ledger.change(topology)(c => c.copy(lostProcesses = c.lostProcesses + 1))
-      }
-      process.deferred.foreach(undefer(_, link))
+  def disconnected(link: Link): Unit = change(link) { process =>
+    book -= link
+    process.open.groupBy(_._1).foreach { case (topology, keys) =>
+      keys.foreach { case (_, index) => count(topology, index)(c => c.copy(lost = c.lost + 1)) }
+      ledger.change(topology)(c => c.copy(lostProcesses = c.lostProcesses + 1))
     }
+    process.deferred.foreach(undefer(_, link))
   }
 
   /** The link's process begins an attempt that is booked under these topologies. */
-  def began(link: Link, attempt: Long, chain: Set[String]): Unit = synchronized(book.get(link).foreach { process =>
+  def began(link: Link, attempt: Long, chain: Set[String]): Unit = change(link) { process =>
     process.attempt = Some(attempt)
     process.chain = chain
-  })
+  }
 
-  def ended(link: Link): Unit = synchronized(book.get(link).foreach { process =>
+  def ended(link: Link): Unit = change(link) { process =>
     process.attempt = None
     process.chain = Set.empty
-  })
+  }
 
   /** The process knows a topology: it must close it later. */
-  def touched(link: Link, topology: String): Unit = synchronized(book.get(link).foreach(_.touched += topology))
+  def touched(link: Link, topology: String): Unit = change(link)(_.touched += topology)
 
-  def closed(link: Link, topology: String): Unit = synchronized {
-    book.get(link).foreach { process =>
-      process.touched -= topology
-      process.counted -= topology
-      if (process.deferred.remove(topology)) undefer(topology, link)
-    }
+  def closed(link: Link, topology: String): Unit = change(link) { process =>
+    process.touched -= topology
+    process.counted -= topology
+    if (process.deferred.remove(topology)) undefer(topology, link)
   }
 
   /** A hook begins. It is overdue at this time. */
-  def hookBegan(link: Link, topology: String, index: Int, hook: String, overdueAt: Long): Unit = synchronized {
-    book.get(link).foreach { process =>
+  def hookBegan(link: Link, topology: String, index: Int, hook: String, overdueAt: Long): Unit =
+    change(link) { process =>
       process.hook = Some(Hook(topology, index, hook, overdueAt))
       process.hookBegan = clock()
       if (hook == "open") {
@@ -60,22 +59,20 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
         count(topology, index)(c => c.copy(opens = c.opens + 1))
       }
     }
-  }
 
   def hookEnded(
-      link: Link, topology: String, index: Int, hook: String, failed: Boolean, micros: Long,
-        error: String, line: String = ""): Unit =
-    synchronized {
-      book.get(link).foreach { process =>
-        if (hook != "decorate") process.hook = None
-        if (hook == "close") process.open -= topology -> index
-        if (hook != "decorate") ledger.span(topology, hook, nameOf(topology, index)._1, micros, failed)
-        count(topology, index) { before =>
-          val timed = before.took(hook, micros).copy(closes = before.closes + (if (hook == "close") 1 else 0))
-          if (failed) timed.failed(error, line) else timed
-        }
-      }
+      link: Link, topology: String, index: Int, hook: String, failed: Boolean, micros: Long, error: String,
+      line: String = ""): Unit = change(link) { process =>
+    if (hook == "close") process.open -= topology -> index
+    if (hook != "decorate") {
+      process.hook = None
+      ledger.span(topology, hook, nameOf(topology, index)._1, micros, failed)
     }
+    count(topology, index) { before =>
+      val timed = before.took(hook, micros).copy(closes = before.closes + (if (hook == "close") 1 else 0))
+      if (failed) timed.failed(error, line) else timed
+    }
+  }
 
   /** The links whose hook is overdue, each once: the caller kills their processes. */
   def overdue(): Seq[(Link, Hook, Option[Long])] = synchronized {
@@ -111,10 +108,8 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
 
   def busy: Seq[Link] = synchronized(book.toSeq.collect { case (link, process) if process.attempt.nonEmpty => link })
 
-  def defer(link: Link, topology: String): Unit = synchronized {
-    book.get(link).foreach { process =>
-      if (process.deferred.add(topology)) ledger.change(topology)(c => c.copy(deferred = c.deferred + link.process))
-    }
+  def defer(link: Link, topology: String): Unit = change(link) { process =>
+    if (process.deferred.add(topology)) ledger.change(topology)(c => c.copy(deferred = c.deferred + link.process))
   }
 
   def all: Seq[Link] = synchronized(book.keys.toSeq)

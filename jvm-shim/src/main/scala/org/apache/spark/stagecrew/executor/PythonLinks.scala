@@ -1,7 +1,8 @@
 package org.apache.spark.stagecrew
 package executor
 
-import org.apache.spark.stagecrew.wire.{Frame, FrameException, Json, Link, LinkHandler}
+import wire._
+
 
 /** An executor's links to its Python processes: workers, the agent, evaluations and samplers. Called in the links'
   * threads. */
@@ -64,7 +65,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
     processes.disconnected(link)
     if (link.role == "agent") {
       if (agent.disconnected(link, Option(agentProblem))) {
-        // Workers have copies of what it had opened: they close them, and ask again at their next task.
+        // Workers have copies of the agent's values: they close them, and ask again at their next task.
         sides.agentLost().foreach(topology => processes.touching(topology).foreach { case (worker, _) =>
           worker.send("CLOSE", topology)
         })
@@ -94,9 +95,9 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
       (entry.name, entry.scope.orElse(opened.map(_.scope)).getOrElse("worker"))
     }.getOrElse((s"listener $index", "worker"))
 
-  def terminate(link: Link): Unit = ProcessHandle.of(link.pid).ifPresent(process => { process.destroy(); () })
+  def terminate(link: Link): Unit = ProcessHandle.of(link.pid).ifPresent(process => process.destroy())
 
-  def kill(link: Link): Unit = ProcessHandle.of(link.pid).ifPresent(process => { process.destroyForcibly(); () })
+  def kill(link: Link): Unit = ProcessHandle.of(link.pid).ifPresent(process => process.destroyForcibly())
 }
 
 object PythonLinks {

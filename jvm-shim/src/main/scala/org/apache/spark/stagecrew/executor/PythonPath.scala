@@ -37,6 +37,5 @@ private[stagecrew] object PythonPath {
     field.setAccessible(true)
     val environment = field.get(view).asInstanceOf[JMap[String, String]]
     if (value.isEmpty) environment.remove(name) else environment.put(name, value)
-    ()
   }
 }

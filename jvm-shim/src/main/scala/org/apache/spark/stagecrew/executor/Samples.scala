@@ -2,9 +2,9 @@ package org.apache.spark.stagecrew
 package executor
 
 import scala.collection.mutable
-import org.apache.spark.stagecrew.ui.ProcessView
+import ui._
 
-/** What a Python process sends in a SAMPLES frame: itself and its children, one sample each, without times. */
+/** The content of a SAMPLES frame of a Python process: itself and its children, one sample each, without times. */
 final case class Samples(processes: Vector[ProcessView])
 
 /**
@@ -17,9 +17,9 @@ private[stagecrew] final class SampleLog(
   private val current = mutable.LinkedHashMap.empty[AnyRef, Vector[ProcessView]] // by source
   private var time, reported = 0L
 
-  /** Takes over what a source sampled. Processes that it sampled before and does not sample any more have ended. */
+  /** Takes over the samples of a source. Processes that it sampled before and does not sample any more have ended. */
   def record(source: AnyRef, sampled: Vector[ProcessView]): Unit = synchronized {
-    time = math.max(wall(), time + 1) // strictly increasing: reports tell by it what the driver has
+    time = math.max(wall(), time + 1) // strictly increasing: reports use it to find the samples that the driver has
     val here = sampled.map(one => one.copy(executor = executor, host = host(),
       samples = one.samples.map(_.copy(time = time))))
     val ended = current.getOrElse(source, Vector.empty).filterNot(one => here.exists(_.key == one.key))
@@ -50,7 +50,7 @@ private[stagecrew] final class ProcessBook(ended: Int = ProcessBook.Ended) {
   private val running = mutable.LinkedHashMap.empty[(String, Long, Long), ProcessView]
   private val past = new Bounded[(String, Long, Long), ProcessView](ended)()
 
-  /** Takes over newer samples and ends. What is known already changes nothing. */
+  /** Takes over newer samples and ends. Repeated ones change nothing. */
   def record(news: Iterable[ProcessView]): Unit = news.foreach { one =>
     val before = running.get(one.key).orElse(past.get(one.key)).getOrElse(one.copy(samples = Vector.empty))
     val last = before.samples.lastOption.fold(0L)(_.time)

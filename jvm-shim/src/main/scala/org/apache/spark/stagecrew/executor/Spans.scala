@@ -2,12 +2,11 @@ package org.apache.spark.stagecrew
 package executor
 
 import scala.collection.mutable
-import org.apache.spark.stagecrew.driver.Topology
-import org.apache.spark.stagecrew.ui.Span
+import driver._, ui._
 
 /**
  * The spans of one topology on one executor: the first opens and closes, the slowest of the rest, and the same of
- * tasks. The first ones show how the topology began, and the slowest ones are what a reader looks for. All others are
+ * tasks. The first ones show how the topology began, and the slowest ones are the most useful. All others are
  * only counted. Guarded by its ledger.
  *
  * Each span has a slot, whose content may be replaced. Reports carry the slots that the driver may not have.
@@ -37,17 +36,13 @@ private[stagecrew] final class SpanLog(first: Int = SpanLog.First, slowest: Int 
     private val quickest = mutable.PriorityQueue.empty[(Long, Int)](Ordering.by[(Long, Int), Long](_._1).reverse)
 
     /** The slot for a span of this duration; None if the span is only counted. */
-    def slotFor(micros: Long): Option[Int] =
-      if (count < first + slowest) {
-        val slot = base + count
-        count += 1
-        if (count > first) quickest.enqueue(micros -> slot)
-        Some(slot)
-      } else if (quickest.headOption.exists(_._1 < micros)) {
-        val slot = quickest.dequeue()._2
-        quickest.enqueue(micros -> slot)
-        Some(slot)
-      } else None
+    def slotFor(micros: Long): Option[Int] = {
+      val free = Option.when(count < first + slowest)(base + count)
+      if (free.nonEmpty) count += 1
+      val slot = free.orElse(Option.when(quickest.headOption.exists(_._1 < micros))(quickest.dequeue()._2))
+      if (count > first) slot.foreach(one => quickest.enqueue(micros -> one))
+      slot
+    }
   }
 }
 
@@ -63,7 +58,7 @@ private[stagecrew] final class SpanBook(limit: Int = SpanBook.PerTopology) {
   private val totals = mutable.LinkedHashMap.empty[String, (Long, Long)] // by executor: sequence number, spans recorded
   private var past = 0L // spans recorded by executors that are forgotten
 
-  /** Takes over what a report said. A report that is repeated or late changes nothing. */
+  /** Takes over the spans of a report. A report that is repeated or late changes nothing. */
   def record(executor: String, sequence: Long, report: SpanReport): Unit = {
     if (totals.get(executor).forall(_._1 < sequence)) totals(executor) = sequence -> report.total
     report.slots.foreach { case SpanSlot(slot, span) =>

@@ -3,10 +3,7 @@ package executor
 
 import java.util.concurrent.ConcurrentHashMap
 import org.apache.spark.TaskContext
-import org.apache.spark.util.{TaskCompletionListener, TaskFailureListener, TaskInterruptListener}
-import org.apache.spark.stagecrew.listeners.{AgentFailed, JvmListeners, OpenFailedException}
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.wire.{Description, Entry}
+import listeners._, spark._, wire._
 
 /**
  * One attempt at a Spark task on this executor, from its start until no worker can report it any more. `mark` is the
@@ -15,7 +12,7 @@ import org.apache.spark.stagecrew.wire.{Description, Entry}
 private[stagecrew] final class TaskAttempt(val task: TaskContext, val mark: Option[String], val chain: Seq[String]) {
   val id: Long = task.taskAttemptId()
   val began: Long = System.nanoTime()
-  /** Whether its mark is a topology that had ended: what it writes belongs to the application. */
+  /** Whether its mark is a topology that had ended: its partitions belong to the application. */
   val stray: Boolean = mark.exists(!chain.contains(_))
   /** Whether it may call functions that are bound to operators. */
   var talks = false
@@ -31,9 +28,8 @@ private[stagecrew] final class TaskAttempt(val task: TaskContext, val mark: Opti
   def decorate(listeners: JvmListeners): Unit = decorations = (listeners -> listeners.decorate(task)) :: decorations
   def undecorate(): Unit = decorations.foreach { case (listeners, scopes) => listeners.leave(scopes) }
 
-  def name: String =
-    s"stage ${task.stageId()}.${task.stageAttemptNumber()} partition ${task.partitionId()}" +
-      s" attempt ${task.taskAttemptId()}"
+  def name: String = s"stage ${task.stageId()}.${task.stageAttemptNumber()} partition ${task.partitionId()}" +
+    s" attempt ${task.taskAttemptId()}"
 }
 
 /** The task attempts of an executor: their start, interruption and end, in the threads of the tasks. */
@@ -75,9 +71,7 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     val wanted = chain(task, mark)
     val attempt = new TaskAttempt(task, mark, table.begin(task.taskAttemptId(), wanted.map(_.id)))
     attempts.put(attempt.id, attempt)
-    task.addTaskCompletionListener(new TaskCompletionListener {
-      override def onTaskCompletion(context: TaskContext): Unit = completed(attempt)
-    })
+    task.addTaskCompletionListener[Unit]((_: TaskContext) => completed(attempt))
     val described = wanted.filter(description => attempt.chain.contains(description.id))
     preparePlace(attempt, wanted.head)
     openListeners(attempt, described)
@@ -116,40 +110,33 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
       }
     }
 
-  /** Tells the attempt's worker its topologies. In a local master the properties may be those of the attempt before. */
+  /** Sets the properties that name the topologies to the attempt's worker. In a local master the properties may be
+    * those of the attempt before. */
   private def prepareWorker(attempt: TaskAttempt, described: Seq[Description]): Unit = {
     attempt.hasWorker = described.exists(_.listeners.exists(_.python))
     if (attempt.hasWorker) {
       set(attempt, ChainProperty, attempt.chain.mkString(" "))
       set(attempt, PlaceProperty, crew.place.toString)
       set(attempt, StageAttemptProperty, attempt.task.stageAttemptNumber().toString)
-      attempt.task.addTaskFailureListener(new TaskFailureListener {
-        override def onTaskFailure(context: TaskContext, error: Throwable): Unit =
-          attempt.workerEnded.foreach(text => error.addSuppressed(new HookTimeoutException(text)))
-      })
+      attempt.task.addTaskFailureListener((_: TaskContext, error: Throwable) =>
+        attempt.workerEnded.foreach(text => error.addSuppressed(new HookTimeoutException(text))))
     } else {
       val properties = SparkInternals.localProperties(attempt.task)
       if (properties.containsKey(ChainProperty)) properties.remove(ChainProperty)
     }
-    ()
   }
 
-  private def set(attempt: TaskAttempt, name: String, value: String): Unit = {
+  private def set(attempt: TaskAttempt, name: String, value: String): Unit =
     SparkInternals.localProperties(attempt.task).setProperty(name, value)
-    ()
-  }
 
   /** When Spark asks the attempt to end, asks its worker to end (Spark kills it after
     * spark.python.task.killTimeout), and ends the waits for coordinators of a worker without listeners. */
   private def heedInterrupt(attempt: TaskAttempt): Unit = {
-    attempt.task.addTaskInterruptListener(new TaskInterruptListener {
-      override def onTaskInterrupted(context: TaskContext, reason: String): Unit = {
-        attempt.failure = Some(Evaluations.Killed)
-        processes.running(attempt.id).foreach(links.terminate)
-        evaluations.foreach(_.interrupted(attempt.id))
-      }
-    })
-    ()
+    attempt.task.addTaskInterruptListener { (_: TaskContext, _: String) =>
+      attempt.failure = Some(Evaluations.Killed)
+      processes.running(attempt.id).foreach(links.terminate)
+      evaluations.foreach(_.interrupted(attempt.id))
+    }
   }
 
   private def listenerFailed(task: TaskContext, failed: SideFailed): Unit = {
@@ -163,7 +150,7 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
         s" on executor $executor:\n$error")
   }
 
-  /** Ends the attempt without its body, and tells the driver. */
+  /** Ends the attempt without its body, and reports it to the driver. */
   private def reject(task: TaskContext, topology: String, listener: String, text: String): Unit =
     TaskRejection.refuse(task, executor, topology, listener, text, sides.failedInARow(topology))(crew.sendToDriver)
 
@@ -173,10 +160,10 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     attempt.undecorate()
     if (attempt.mark.nonEmpty) partitions.over(attempt.id, SparkInternals.updatedBlocks(attempt.task))
     val failed = failureOf(attempt.task)
-    // Before the attempt is over: the messages of its worker may not have been read yet.
+    // Before `over` is set: the messages of its worker may not have been read yet.
     if (attempt.talks) attempt.failure = failed.orElse(attempt.failure)
     attempt.over = true
-    // Before the attempt is over: its topologies may then be reported for the last time.
+    // Before `finish`: then its topologies may be reported for the last time.
     attempt.chain.lastOption.foreach(
       ledger.span(_, "task", attempt.name, (System.nanoTime() - attempt.began) / 1000, failed.nonEmpty))
     val quiescent = table.finish(attempt.id)

@@ -2,9 +2,7 @@ package org.apache.spark.stagecrew
 package executor
 
 import org.apache.spark.TaskContext
-import org.apache.spark.stagecrew.driver.DriverCrew
-import org.apache.spark.stagecrew.spark.{Rpc, SparkInternals}
-import org.apache.spark.stagecrew.wire.{Description, Frames}
+import driver._, spark._, wire._
 
 /** Ends attempts that the executor cannot run: without their body, and with the cause on the driver. */
 private[stagecrew] object TaskRejection {

@@ -23,28 +23,19 @@ final class TopologyTable {
   private val closed = new Bounded[String, Unit](RememberedClosed)()
 
   /** Books an attempt under these topologies, outermost first. Returns those that it was booked under. */
-  def begin(attempt: Long, chain: Seq[String]): Seq[String] = synchronized {
-    chains.get(attempt) match {
-      case Some(already) => already
-      case None =>
-        val live = chain.filterNot(topology => closing.contains(topology) || closed.contains(topology))
-        live.foreach(topology => attempts.getOrElseUpdate(topology, mutable.HashSet.empty) += attempt)
-        chains(attempt) = live
-        live
-    }
-  }
+  def begin(attempt: Long, chain: Seq[String]): Seq[String] = synchronized(chains.getOrElseUpdate(attempt, {
+    val live = chain.filter(active)
+    live.foreach(topology => attempts.getOrElseUpdate(topology, mutable.HashSet.empty) += attempt)
+    live
+  }))
 
   /** The attempt has ended. Returns the topologies that became quiescent by it. */
   def finish(attempt: Long): Seq[String] = synchronized {
-    chains.remove(attempt) match {
-      case None => Nil
-      case Some(chain) =>
-        chain.filter { topology =>
-          val live = attempts(topology)
-          live -= attempt
-          if (live.isEmpty) attempts -= topology
-          live.isEmpty && closing.contains(topology)
-        }
+    chains.remove(attempt).getOrElse(Nil).filter { topology =>
+      val live = attempts(topology)
+      live -= attempt
+      if (live.isEmpty) attempts -= topology
+      live.isEmpty && closing.contains(topology)
     }
   }
 

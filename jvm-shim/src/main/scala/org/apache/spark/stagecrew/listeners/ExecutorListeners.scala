@@ -2,8 +2,7 @@ package org.apache.spark.stagecrew
 package listeners
 
 import java.util.concurrent.{CompletableFuture, ConcurrentHashMap, ExecutorService}
-import org.apache.spark.stagecrew.executor.{Agent, Ledger, Opened, Processes}
-import org.apache.spark.stagecrew.wire.{Description, Entry}
+import executor._, wire._
 
 /** What one topology has open once per executor: JVM listeners, and Python listeners in the agent (`inAgent`: at
   * least one). */
@@ -17,14 +16,15 @@ final class AgentFailed(text: String) extends Exception(text)
 final class ExecutorListeners(
     settings: Settings, ledger: Ledger, processes: Processes, agent: Agent, pool: ExecutorService,
     where: Description => Where) {
+  private val noSide = new Side(None, Opened(), inAgent = false)
   private val sides = new Once[Side](pool)
   private val jvms = new ConcurrentHashMap[String, JvmListeners]() // open ones: they outlive a lost agent
   private val failures = new ConcurrentHashMap[String, Integer]()
 
-  /** Opens the executor's side of a topology, or waits for its open. Throws what the open threw. */
+  /** Opens the executor's side of a topology, or waits for its open. Throws the exception of the open. */
   def opened(description: Description): Side =
     if (description.listeners.forall(entry => entry.kind == "pickle" && entry.scope.contains("worker")))
-      ExecutorListeners.NoSide
+      noSide
     else sides.of(description.id) {
       try {
         val side = open(description)
@@ -37,7 +37,7 @@ final class ExecutorListeners(
       }
     }
 
-  /** What is open of a topology; None while it opens, and after a failure. */
+  /** The open side of a topology; None while it opens, and after a failure. */
   def of(topology: String): Option[Side] = sides.now(topology)
 
   /** The open of a topology's side that is in progress. */
@@ -97,8 +97,4 @@ final class ExecutorListeners(
     answer.error.foreach(error => throw new AgentFailed(error))
     (answer, opened)
   }
-}
-
-object ExecutorListeners {
-  private val NoSide = new Side(None, Opened(), inAgent = false)
 }

@@ -5,19 +5,12 @@ import java.util.{Map => JMap}
 import java.util.concurrent.{ExecutionException, ExecutorService, TimeUnit, TimeoutException}
 import org.apache.spark.TaskContext
 import stagecrew.{TopologyContext, TopologyListener}
-import org.apache.spark.stagecrew.executor.{Ledger, ListenerCounts, TaskRejection}
-import org.apache.spark.stagecrew.ui.Show
-import org.apache.spark.stagecrew.wire.Entry
+import executor._, ui._, wire._
 
 /** The context of listeners in the JVM. */
 final case class Where(
-    application: String,
-    topology: String,
-    topologyId: String,
-    executor: String,
-    host: String,
-    configuration: JMap[String, String])
-  extends TopologyContext
+    application: String, topology: String, topologyId: String, executor: String, host: String,
+    configuration: JMap[String, String]) extends TopologyContext
 
 /** A listener could not be opened, or not in time. The cause is the exception of the listener. */
 final class OpenFailedException(val listener: String, message: String, cause: Throwable)
@@ -78,21 +71,19 @@ final class JvmListeners(
     }
   }
 
-  private def instance(entry: Entry): TopologyListener =
-    try {
-      val loader = Option(Thread.currentThread.getContextClassLoader).getOrElse(getClass.getClassLoader)
-      Class.forName(entry.target, true, loader).getConstructor().newInstance() match {
-        case listener: TopologyListener => listener
-        case _ => throw new ClassCastException(s"${entry.target} does not implement stagecrew.TopologyListener")
-      }
-    } catch {
-      case error: Throwable =>
-        failed(entry, error)
-        throw new OpenFailedException(entry.name,
-          s"${what(entry)} cannot be created: ${TaskRejection.text(error)}. " +
-            s"Is the class in a jar that the executors have, with a public " +
-            "constructor without parameters?", error)
+  private def instance(entry: Entry): TopologyListener = try {
+    val loader = Option(Thread.currentThread.getContextClassLoader).getOrElse(getClass.getClassLoader)
+    Class.forName(entry.target, true, loader).getConstructor().newInstance() match {
+      case listener: TopologyListener => listener
+      case _ => throw new ClassCastException(s"${entry.target} does not implement stagecrew.TopologyListener")
     }
+  } catch {
+    case error: Throwable =>
+      failed(entry, error)
+      throw new OpenFailedException(entry.name,
+        s"${what(entry)} cannot be created: ${TaskRejection.text(error)}. Is the class in a jar that the executors " +
+          "have, with a public constructor without parameters?", error)
+  }
 
   private def called(entry: Entry, hook: String, timeoutMs: Long)(f: => Unit): Unit = {
     val started = System.nanoTime()

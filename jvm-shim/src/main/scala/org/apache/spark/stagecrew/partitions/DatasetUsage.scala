@@ -2,7 +2,7 @@ package org.apache.spark.stagecrew
 package partitions
 
 import scala.collection.mutable
-import org.apache.spark.stagecrew.wire.Description
+import wire._
 
 /**
  * Which topologies use which stored datasets (shuffles, or cached datasets, by Spark's ids): a pure state machine.

@@ -6,12 +6,11 @@ import scala.collection.immutable.VectorMap
 import scala.collection.mutable
 import org.apache.spark.SparkContext
 import org.apache.spark.scheduler.StagecrewScheduler
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.wire.Description
+import spark._, wire._
 
 /**
- * The driver's part of the bookkeeping: which topologies use which shuffles and cached datasets, and what the end of a
- * topology releases. Used by the driver's loop, except `keep` and `lookForKept`.
+ * The driver's part of the bookkeeping: which topologies use which shuffles and cached datasets, and which of these the
+ * end of a topology releases. Used by the driver's loop, except `keep` and `lookForKept`.
  *
  * Shuffles are never unregistered, because that aborts a job that runs on them. Their outputs are dropped from the
  * tracker before executors delete the files. A job that needs them again recomputes them.
@@ -35,14 +34,14 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   }
 
   /** Keeps a dataset's partitions when the topology ends. */
-  def keep(topology: String, dataset: AnyRef): Unit = { datasets.merge(topology, List(dataset), (a, b) => b ++ a); () }
+  def keep(topology: String, dataset: AnyRef): Unit = datasets.merge(topology, List(dataset), (a, b) => b ++ a)
 
-  /** Finds what the kept datasets of these topologies have stored by now. Their plans may be large, so the loop does
+  /** Finds the stored partitions of the datasets that these topologies keep. Their plans may be large, so the loop does
     * not do it. */
   def lookForKept(topologies: Iterable[String]): Unit = topologies.foreach { topology =>
     Option(datasets.get(topology)).foreach { ones =>
       var shuffled, cached = Set.empty[Int]
-      ones.foreach(one => Log.contained("finding what a kept dataset has stored") {
+      ones.foreach(one => Log.contained("finding the stored partitions of a kept dataset") {
         val (itsShuffles, itsCaches) = SparkInternals.stored(sc, one)
         shuffled ++= itsShuffles
         cached ++= itsCaches
@@ -91,14 +90,14 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   def unused(cache: Int): Boolean = caches.heir(cache).isEmpty
 
   /**
-   * Takes over an executor's inventory. Returns what the executor must delete, and the files that lost executors left:
-   * partitions of ended topologies, and datasets that Spark has deleted. While executors leave (`leaving`), this
-   * includes outputs that they still send of released shuffles, because these return into the tracker. `claim` finds
-   * the shuffles of running jobs; it is called before anything is deleted.
+   * Takes over an executor's inventory. Returns the partitions that the executor must delete (those of ended
+   * topologies, and of datasets that Spark has deleted), and the files that lost executors left. While executors leave
+   * (`leaving`), this includes outputs that they still send of released shuffles, because these return into the
+   * tracker. `claim` finds the shuffles of running jobs; it is called before anything is deleted.
    */
   def inventory(
       told: Inventory, leaving: Boolean, stateOf: String => String,
-        claim: () => Unit): (Orphans, Seq[SparkInternals.LeftBlocks]) = {
+      claim: () => Unit): (Orphans, Seq[SparkInternals.LeftBlocks]) = {
     lazy val before = {
       val next = StagecrewScheduler.nextAttempt(sc)
       claim()
@@ -144,8 +143,8 @@ private[stagecrew] object DriverPartitions {
   val ReleasesAll = "all"
   val KeepsAll = "none"
 
-  /** What the end of a topology releases. `left` are files that lost executors left with an external shuffle
-    * service. */
+  /** The partitions that the end of a topology releases. `left` are files that lost executors left with an external
+    * shuffle service. */
   final case class Released(release: Release, caches: Seq[Int], left: Seq[SparkInternals.LeftBlocks])
   val NothingReleased: Released =
     Released(Release(false, false, 0, Vector.empty, Vector.empty, VectorMap.empty), Nil, Nil)
@@ -162,7 +161,7 @@ final case class Inventory(topologies: VectorMap[String, Datasets], found: Vecto
 /** A released shuffle: nobody needs the outputs of attempts before this one. */
 final case class StaleShuffle(shuffle: Int, before: Long)
 
-/** The answer to an inventory: what the executor must delete. */
+/** The reply to an inventory: the partitions that the executor must delete. */
 final case class Orphans(
     ended: VectorMap[String, Release], gone: Datasets, unclaimed: Vector[Int], stale: Vector[StaleShuffle])
 

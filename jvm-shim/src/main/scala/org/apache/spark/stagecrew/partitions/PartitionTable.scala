@@ -2,8 +2,7 @@ package org.apache.spark.stagecrew
 package partitions
 
 import scala.collection.mutable
-import org.apache.spark.stagecrew.executor.PartitionCounts
-import org.apache.spark.stagecrew.wire.Description
+import executor._, wire._
 
 /** One map task's shuffle output; the id of its map is that of the attempt that wrote it. */
 final case class Output(shuffle: Int, map: Long)
@@ -12,10 +11,10 @@ final case class Output(shuffle: Int, map: Long)
 final case class CachedBlock(rdd: Int, partition: Int)
 
 /**
- * What a topology's end releases on an executor. Shuffles that other topologies use pass to one of them; None is the
- * application, whose partitions are Spark's business. Other outputs are deleted if `outputs` is set, and blocks if
- * `blocks` is set, except those of datasets that others use. Outputs of the `unclaimed` shuffles that are booked for
- * the application are deleted too: nobody uses these shuffles any more.
+ * The partitions that a topology's end releases on an executor. Shuffles that other topologies use pass to one of them;
+ * None is the application, whose partitions are Spark's business. Other outputs are deleted if `outputs` is set, and
+ * blocks if `blocks` is set, except those of datasets that others use. Outputs of the `unclaimed` shuffles that are
+ * booked for the application are deleted too: nobody uses these shuffles any more.
  */
 final case class Ending(
     outputs: Boolean, blocks: Boolean = false, heirs: Map[Int, Option[String]] = Map.empty,
@@ -172,8 +171,7 @@ final class PartitionTable {
   def take(topology: String): Taken = synchronized {
     (for (ending <- endings.remove(topology); holding <- holdings.remove(topology)) yield {
       touched += topology
-      Taken(
-        if (ending.outputs) all(holding).toMap else Map.empty,
+      Taken(if (ending.outputs) all(holding).toMap else Map.empty,
         if (ending.blocks) holding.blocks.toMap.filterNot { case (block, _) => ending.keptCaches(block.rdd) }
           else Map.empty)
     }).getOrElse(Taken())
@@ -247,5 +245,5 @@ final class PartitionTable {
   private def written(shuffle: Int, outputs: Outputs): Iterator[(Output, Long)] =
     outputs.maps.iterator.map { case (map, bytes) => Output(shuffle, map) -> bytes }
 
-  private def prune(): Unit = { holdings.filterInPlace((_, holding) => !holding.isEmpty); () }
+  private def prune(): Unit = holdings.filterInPlace((_, holding) => !holding.isEmpty)
 }

@@ -4,8 +4,7 @@ package partitions
 import java.util.concurrent.{CompletableFuture, ConcurrentHashMap, ExecutorService, TimeUnit, TimeoutException}
 import scala.jdk.CollectionConverters._
 import scala.collection.immutable.VectorMap
-import org.apache.spark.stagecrew.executor.{Ledger, PartitionCounts}
-import org.apache.spark.stagecrew.wire.Description
+import executor._, wire._
 
 /**
  * The partitions of topologies on this executor, and their deletion. Tasks book outputs in their own threads. Outputs
@@ -80,7 +79,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     asked += 1
   }
 
-  /** Nobody uses these shuffles: what is booked of them for the application goes. */
+  /** Nobody uses these shuffles: deletes their outputs that are booked for the application. */
   def unclaimed(shuffles: Iterable[Int]): Unit = {
     val taken = table.unclaimed(shuffles)
     if (taken.outputs.nonEmpty) { inPool(delete(Description.Application, taken.outputs)); () }
@@ -138,7 +137,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   private def inPool[T](f: => T): CompletableFuture[T] = {
     val done = CompletableFuture.supplyAsync[T](() => f, pool)
     deletions.add(done)
-    done.whenComplete((_, _) => { deletions.remove(done); () })
+    done.whenComplete((_, _) => deletions.remove(done))
     done
   }
 
@@ -154,12 +153,11 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     ledger.change(topology)(c => c.copy(partitions = c.partitions + more))
   }
 
-  private def removeStale(before: Map[Int, Long]): Unit =
-    if (before.nonEmpty) disk.outputsOf(before.keySet)
-      .filter(output => output.map < before(output.shuffle)).foreach { output =>
-      remove(output)
-      found.add(output.shuffle)
-    }
+  private def removeStale(before: Map[Int, Long]): Unit = if (before.nonEmpty) disk.outputsOf(before.keySet)
+    .filter(output => output.map < before(output.shuffle)).foreach { output =>
+    remove(output)
+    found.add(output.shuffle)
+  }
 
   /** Deletes an output. Returns whether it is gone. If not, the log gives the reason. */
   private def remove(output: Output): Boolean = try {
@@ -179,8 +177,7 @@ object Partitions {
     def finished(lengths: Array[Long]): Unit
     def failed(): Unit
 
-    final def unlessItFails[T](f: => T): T =
-      try f catch { case error: Throwable => failed(); throw error }
+    final def unlessItFails[T](f: => T): T = try f catch { case error: Throwable => failed(); throw error }
   }
 
   /** The storage of this executor. */

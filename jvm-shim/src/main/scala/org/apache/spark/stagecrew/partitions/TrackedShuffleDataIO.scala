@@ -6,7 +6,7 @@ import java.util.{Collections, HashMap => JHashMap, Map => JMap, Optional}
 import org.apache.spark.{SparkConf, TaskContext}
 import org.apache.spark.shuffle.api._
 import org.apache.spark.shuffle.api.metadata.MapOutputCommitMessage
-import org.apache.spark.stagecrew.spark.SparkInternals
+import spark._
 
 /**
  * Wraps the configured ShuffleDataIO, and books its outputs in this executor's `Partitions`. Writers of partitions are
@@ -87,11 +87,10 @@ object TrackedShuffleDataIO {
       }
     }
 
-    private def booked(shuffle: Int, map: Long): Option[Partitions.Booking] =
-      if (!here) None else for {
-        partitions <- Partitions.here
-        task <- Option(TaskContext.get())
-        booking <- partitions.setUp(task.taskAttemptId(), Output(shuffle, map))
-      } yield booking
+    private def booked(shuffle: Int, map: Long): Option[Partitions.Booking] = if (!here) None else for {
+      partitions <- Partitions.here
+      task <- Option(TaskContext.get())
+      booking <- partitions.setUp(task.taskAttemptId(), Output(shuffle, map))
+    } yield booking
   }
 }

@@ -21,7 +21,7 @@ import org.apache.spark.sql.classic.Dataset
 import org.apache.spark.sql.execution.StagecrewPlans
 import org.apache.spark.storage._
 import org.apache.spark.util.{ShutdownHookManager, Utils}
-import org.apache.spark.stagecrew.partitions.{CachedBlock, Output}
+import partitions._
 
 /**
  * The door to Spark's private API, with `Rpc`, `SparkUi`, `StagecrewScheduler`, `StagecrewSql` and `StagecrewPlans`.
@@ -90,13 +90,11 @@ private[stagecrew] object SparkInternals {
   // -- Stored partitions on the driver: core/MapOutputTracker.scala, storage/BlockManagerMasterEndpoint.scala
 
   def shuffleOf(stage: StageInfo): Option[Int] = stage.shuffleDepId
-  def cachesOf(stage: StageInfo): Seq[Int] =
-    stage.rddInfos.toSeq.filter(_.storageLevel != StorageLevel.NONE).map(_.id)
+  def cachesOf(stage: StageInfo): Seq[Int] = stage.rddInfos.toSeq.filter(_.storageLevel != StorageLevel.NONE).map(_.id)
 
   /** Whether Spark's own shuffle manager writes, through its ShuffleDataIO, and each attempt has its own file:
     * core/shuffle/ShuffleManager.scala. */
-  def sortsShuffles(conf: SparkConf): Boolean =
-    SortShuffleManagers(conf.get(config.SHUFFLE_MANAGER)) && !oldFetch(conf)
+  def sortsShuffles(conf: SparkConf): Boolean = SortShuffleManagers(conf.get(config.SHUFFLE_MANAGER)) && !oldFetch(conf)
 
   /** Whether map outputs are named by partition: then a recomputed output has the name of a released one. */
   def oldFetch(conf: SparkConf): Boolean = conf.get(config.SHUFFLE_USE_OLD_FETCH_PROTOCOL)
@@ -116,8 +114,7 @@ private[stagecrew] object SparkInternals {
   final case class LeftBlocks(host: String, port: Int, executor: String, blocks: Seq[String])
 
   /** The executors that the driver's BlockManagerMaster knows. This sends a message to it. */
-  def executorsAlive(): Set[String] =
-    SparkEnv.get.blockManager.master.getMemoryStatus.keySet.map(_.executorId).toSet
+  def executorsAlive(): Set[String] = SparkEnv.get.blockManager.master.getMemoryStatus.keySet.map(_.executorId).toSet
 
   /** Drops all outputs of a shuffle from the tracker. The shuffle stays registered, and its executors may become
     * idle. Returns the files of lost executors. */
@@ -144,7 +141,6 @@ private[stagecrew] object SparkInternals {
     case client: ExternalBlockStoreClient =>
       client.removeBlocks(left.host, left.port, left.executor, left.blocks.toArray)
         .get(timeoutMs, TimeUnit.MILLISECONDS)
-      ()
     case _ => ()
   }
 
@@ -210,7 +206,7 @@ private[stagecrew] object SparkInternals {
 
   /** Runs a hook before Spark's own hooks stop the SparkContext (priority 50) and delete folders (25). The driver's
     * runs before that of core/executor/Executor.scala (100), which ends the executor's plugin: in a local master the
-    * executor must still answer. */
+    * executor must still reply. */
   def addShutdownHook(driver: Boolean)(hook: () => Unit): AnyRef = ShutdownHookManager.addShutdownHook(
     10 + (if (driver) ShutdownHookManager.DEFAULT_SHUTDOWN_PRIORITY
       else ShutdownHookManager.SPARK_CONTEXT_SHUTDOWN_PRIORITY))(hook)

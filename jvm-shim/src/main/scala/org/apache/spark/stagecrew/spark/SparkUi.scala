@@ -21,14 +21,10 @@ import org.json4s.jackson.JsonMethods
 /** A request for a page: the address of the tab, and the parameters. */
 private[stagecrew] final case class PageRequest(root: String, parameters: Map[String, String] = Map.empty)
 
-/** A page of the tab. It rejects a request by an IllegalArgumentException, which Spark returns as status 400. */
-private[stagecrew] trait Page {
-  /** The path below the tab's; "" for the tab's first page. */
-  def path: String
-  def title(ask: PageRequest): String
-  def html(ask: PageRequest): Seq[Node]
-  def json(ask: PageRequest): String
-}
+/** A page of the tab, at this path below the tab's ("" for the first page). It rejects a request by an
+  * IllegalArgumentException, which Spark returns as status 400. */
+private[stagecrew] final case class Page(
+    path: String, title: PageRequest => String, html: PageRequest => Seq[Node], json: PageRequest => String)
 
 // core/ui/{WebUI,SparkUI}.scala: the prefix is the tab's path and, capitalized, its name.
 private final class PagesTab(ui: SparkUI, prefix: String, pages: Seq[Page]) extends SparkUITab(ui, prefix) {
@@ -56,8 +52,7 @@ private[stagecrew] final case class Paging(page: Int, size: Int, column: Option[
   * query, to which the table adds its own parameters, whose names begin with its tag. */
 private[stagecrew] final class SparkTable[T](
     tag: String, header: Seq[(String, Boolean, Option[String])], rows: IndexedSeq[T],
-      cells: T => Seq[Node], link: String,
-    paging: Paging) extends PagedTable[T] {
+    cells: T => Seq[Node], link: String, paging: Paging) extends PagedTable[T] {
   override def tableId: String = s"stagecrew-$tag"
   override def tableCssClass: String =
     "table table-bordered table-sm table-striped table-head-clickable table-cell-width-limited"

@@ -6,9 +6,7 @@ import java.nio.charset.StandardCharsets.UTF_8
 import scala.collection.immutable.VectorMap
 import scala.collection.mutable
 import org.apache.spark.scheduler.SparkListenerEvent
-import org.apache.spark.stagecrew.driver.Topology
-import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts}
-import org.apache.spark.stagecrew.wire.Json
+import driver._, executor._, wire._
 
 /**
  * Decides which parts of the driver's snapshots are stored in the event log: the beginning and the end of a topology at
@@ -130,8 +128,7 @@ private[stagecrew] object EventLog {
       val (ids, length) = if (step < Least) (1000, 1000) else (500, 20)
       val (sums, known) = fewer.operators.partition(_.name == Topology.Forgotten)
       val (unlisted, listed) = known.splitAt(known.size - operators)
-      fewer.copy(
-        name = Show.cut(view.name, 1000), unclosed = view.unclosed.take(20).map(Show.cut(_, 200)),
+      fewer.copy(name = Show.cut(view.name, 1000), unclosed = view.unclosed.take(20).map(Show.cut(_, 200)),
         askedBy = view.askedBy.take(ids).map(Show.cut(_, length)),
         lostExecutors = view.lostExecutors.take(ids).map(Show.cut(_, length)),
         forgottenOperators = view.forgottenOperators + unlisted.size,

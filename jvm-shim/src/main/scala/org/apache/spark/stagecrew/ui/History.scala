@@ -6,20 +6,22 @@ import org.apache.spark.SparkConf
 import org.apache.spark.scheduler.{SparkListener, SparkListenerEvent}
 import org.apache.spark.util.kvstore.KVIndex
 import scala.annotation.meta.getter
-import org.apache.spark.stagecrew.driver.DriverCrew
-import org.apache.spark.stagecrew.executor.Totals
-import org.apache.spark.stagecrew.spark.{HistoryTab, Page, TypedStore}
-import org.apache.spark.stagecrew.wire.Json
+import driver._, executor._, spark._, wire._
 
 /** The last event of a topology, or of the application, in the store of the History Server. */
 private[stagecrew] final case class KeptState(
     @(KVIndex @getter) key: String, kind: String, id: String, version: Int, time: Long,
-      capped: Boolean, trimmed: Boolean, body: String)
+    capped: Boolean, trimmed: Boolean, body: String)
 
 /** Handles the events of one log. An event that cannot be read is dropped, and never stops the reading of a log. */
 private[stagecrew] final class HistoryListener(kept: TypedStore[KeptState], retained: Int) extends SparkListener {
-  private val closed = scala.collection.mutable.LinkedHashSet.empty[String]
   private val forgotten = scala.collection.mutable.HashSet.empty[String] // by name: the event of one may be repeated
+  private val closed = new Bounded[String, Long](retained)((key, time) => {
+    kept.delete(key)
+    forgotten += key
+    kept.write(KeptState(History.Forgotten, History.Forgotten, "", Snapshot.Version, time, capped = false,
+      trimmed = false, forgotten.size.toString))
+  })
 
   override def onOtherEvent(event: SparkListenerEvent): Unit = event match {
     case state: StagecrewState if state.kind == StagecrewState.Topology || state.kind == StagecrewState.Application =>
@@ -34,17 +36,9 @@ private[stagecrew] final class HistoryListener(kept: TypedStore[KeptState], reta
     kept.write(KeptState(key, state.kind, id, state.version, state.time, state.capped, state.trimmed, state.body))
     if (state.kind == StagecrewState.Topology && body.path("state").asText == "closed" &&
       body.path("kind").asText != DriverCrew.ApplicationKind) {
-      closed.remove(key)
+      closed.remove(key) // the one that closed last is kept longest
       forgotten.remove(key)
-      closed += key
-      while (closed.size > retained) {
-        kept.delete(closed.head)
-        forgotten += closed.head
-        closed -= closed.head
-        kept.write(KeptState(
-          History.Forgotten, History.Forgotten, "", Snapshot.Version, state.time, capped = false, trimmed = false,
-            forgotten.size.toString))
-      }
+      closed(key) = state.time
     }
   }
 }
@@ -85,7 +79,7 @@ private[stagecrew] object History {
       parsed(state)(Json.as[TopologyView](_)).map(state -> _))
     val sums = states.flatMap(state =>
       parsed(state)(node => Option(node.get("totals")).map(Json.as[Totals](_)))).flatten
-    // The newest by what it had counted: the application's may be older than a topology's. An older log has only that.
+    // The newest is the one with the highest counts. Older logs have these sums only in the application's event.
     val coordinators = states.flatMap(state =>
       parsed(state)(node => Option(node.get("coordinators")).map(Json.as[OperatorView](_) -> state.time))).flatten
       .maxByOption { case (sum, time) => (sum.counted, time) }.map(_._1)
@@ -97,8 +91,7 @@ private[stagecrew] object History {
       notesOf(state, view.state == "closed", "This is what the event log says") }.toMap ++
       rest.map { case (state, _) => "" -> notesOf(state, ended, "Python processes and the stored job are shown") }
     PageModel(
-      rest.fold(Snapshot(Vector.empty, Totals()))(_._2).copy(
-        topologies = views.map(_._2).sortBy(_.started).toVector,
+      rest.fold(Snapshot(Vector.empty, Totals()))(_._2).copy(topologies = views.map(_._2).sortBy(_.started).toVector,
           totals = sums.foldLeft(Totals())(_ max _), coordinators = coordinators,
         forgottenTopologies = forgotten.map(_.body.toInt).sum),
       now, history = true, views.map { case (state, view) => view.id -> state.time }.toMap, notes)

@@ -3,8 +3,7 @@ package ui
 
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
-import org.apache.spark.stagecrew.spark.PageRequest
-import org.apache.spark.stagecrew.wire.Json
+import spark._, wire._
 
 /** The stored job whose driver this application is: its facts and its steps. */
 private[stagecrew] object JobPage {
@@ -14,8 +13,7 @@ private[stagecrew] object JobPage {
     case Some(recovery) =>
       val steps = Table("steps", recovery.steps, columns(shown))
       val tables = new Tables(ask, "jobs/", Nil, steps)
-      Seq[NodeSeq](
-        shown.notes.getOrElse("", Nil).map(Show.note),
+      Seq[NodeSeq](shown.notes.getOrElse("", Nil).map(Show.note),
         Show.facts(recovery.facts.toSeq.map { case (name, value) =>
           name.capitalize -> (Show.text(value): NodeSeq) }: _*),
         <h4>{s"Steps (${recovery.steps.size + recovery.forgottenSteps})"}</h4>,

@@ -3,9 +3,7 @@ package ui
 
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
-import org.apache.spark.stagecrew.driver.DriverCrew
-import org.apache.spark.stagecrew.executor.ListenerCounts
-import org.apache.spark.stagecrew.spark.{PageRequest, SparkUi}
+import driver._, executor._, spark._
 
 /** The first page of the tab: the application, its topologies, and their listeners over all executors. */
 private[stagecrew] object OverviewPage {
@@ -65,7 +63,7 @@ private[stagecrew] object OverviewPage {
   private def columns(shown: PageModel, ask: PageRequest): Seq[Column[TopologyView]] = Seq(
     Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(ask, t)}</td>),
     Column.text("Id")(_.id), Column.text("Kind")(_.kind), Column.text("State")(_.state),
-      Column.date("Started")(_.started),
+    Column.date("Started")(_.started),
     Column.duration("Duration")(shown.duration), Column.number("Jobs")(_.jobs.toLong),
     Column.several("Executors", "Those that ran its tasks")(_.askedBy, _.forgottenExecutors),
     Column.number("Coordinators")(_.coordinators.toLong),
@@ -82,11 +80,10 @@ private[stagecrew] object OverviewPage {
     .groupBy(_._2.index).toSeq.sortBy(_._1).map { case (_, rows) =>
       Row(topology, rows.map(_._1), rows.map(_._2).reduce(_ + _)) }
 
-  private def listenerColumns(ask: PageRequest): Seq[Column[Row]] =
-    Seq(
-      Column.of("Topology")((_: Row).topology.name)(row => <td>{Tab.topology(ask, row.topology)}</td>),
-      Column.several("Executors")((_: Row).executors)).patch(1, counts[Row](_.sum).take(2), 0) ++
-        counts[Row](_.sum).drop(2)
+  private def listenerColumns(ask: PageRequest): Seq[Column[Row]] = Seq(
+    Column.of("Topology")((_: Row).topology.name)(row => <td>{Tab.topology(ask, row.topology)}</td>),
+    Column.several("Executors")((_: Row).executors)).patch(1, counts[Row](_.sum).take(2), 0) ++
+      counts[Row](_.sum).drop(2)
 
   /** The columns of the counts of a listener. */
   def counts[T](f: T => ListenerCounts): Seq[Column[T]] = Seq(

@@ -4,9 +4,7 @@ package ui
 import com.fasterxml.jackson.databind.node.ObjectNode
 import java.util.Locale
 import scala.xml.{Node, NodeSeq}
-import org.apache.spark.stagecrew.executor.Samples
-import org.apache.spark.stagecrew.spark.{PageRequest, SparkUi}
-import org.apache.spark.stagecrew.wire.Json
+import executor._, spark._, wire._
 
 /** The Python processes of the executors, with their figures over time. */
 private[stagecrew] object ProcessesPage {

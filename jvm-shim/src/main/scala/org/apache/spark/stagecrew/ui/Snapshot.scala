@@ -3,23 +3,19 @@ package ui
 
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.collection.immutable.VectorMap
-import org.apache.spark.stagecrew.driver.Topology
-import org.apache.spark.stagecrew.executor.{ExecutorCounts, Totals}
-import org.apache.spark.stagecrew.wire.Json
+import driver._, executor._, wire._
 
 /**
- * Everything that the UI, the metrics and the reports show, and that the event log keeps. `totals` cover all
- * topologies, including those that are no longer listed. All of it is written as JSON (see `Json`), with the names of
- * the fields.
+ * Everything that the UI, the metrics and the reports show, and that the event log keeps. All of it is written as JSON
+ * (see `Json`), with the names of the fields.
+ *
+ * @param totals sums over all topologies, including those that are no longer listed
+ * @param coordinators the sum over all coordinators
+ * @param forgottenTopologies closed topologies that are no longer listed
  */
 final case class Snapshot(
-    topologies: Vector[TopologyView],
-    totals: Totals,
-    processes: Vector[ProcessView] = Vector.empty,
-    recovery: Option[RecoveryView] = None,
-    coordinators: Option[OperatorView] = None, // the sum over all coordinators
-    forgottenTopologies: Int = 0) { // closed topologies that are no longer listed
-
+    topologies: Vector[TopologyView], totals: Totals, processes: Vector[ProcessView] = Vector.empty,
+    recovery: Option[RecoveryView] = None, coordinators: Option[OperatorView] = None, forgottenTopologies: Int = 0) {
   private[stagecrew] def json: ObjectNode = Json.tree(this).put("version", Snapshot.Version)
 }
 
@@ -28,25 +24,19 @@ object Snapshot {
   val Version = 1
 }
 
-/** An immutable copy of one topology. Times are milliseconds since the epoch, 0 if not known yet. */
+/**
+ * An immutable copy of one topology. Times are milliseconds since the epoch, 0 if not known yet.
+ *
+ * @param askedBy the executors that ran its tasks
+ * @param spansDropped spans that were recorded and are not in `spans`
+ * @param forgottenExecutors lost executors that are no longer listed; `executors` sums them up as "forgotten"
+ * @param forgottenOperators operators that are no longer listed; `operators` sums them up as "forgotten"
+ */
 final case class TopologyView(
-    id: String,
-    name: String,
-    kind: String,
-    parent: Option[String],
-    state: String,
-    started: Long,
-    ended: Long,
-    jobs: Int,
-    askedBy: Vector[String], // the executors that ran its tasks
-    executors: VectorMap[String, ExecutorCounts],
-    lostExecutors: Vector[String],
-    unclosed: Vector[String],
-    operators: Vector[OperatorView] = Vector.empty,
-    spans: Vector[Span] = Vector.empty,
-    spansDropped: Long = 0, // spans that were recorded and are not in `spans`
-    forgottenExecutors: Int = 0, // lost executors that are no longer listed; `executors` sums them up as "forgotten"
-    forgottenOperators: Int = 0) { // operators that are no longer listed; `operators` sums them up as "forgotten"
+    id: String, name: String, kind: String, parent: Option[String], state: String, started: Long, ended: Long,
+    jobs: Int, askedBy: Vector[String], executors: VectorMap[String, ExecutorCounts], lostExecutors: Vector[String],
+    unclosed: Vector[String], operators: Vector[OperatorView] = Vector.empty, spans: Vector[Span] = Vector.empty,
+    spansDropped: Long = 0, forgottenExecutors: Int = 0, forgottenOperators: Int = 0) {
 
   /** The number of uses of operators. Names of uses end with a number, so none is called "forgotten". */
   def coordinators: Int = operators.count(_.name != Topology.Forgotten) + forgottenOperators
@@ -58,26 +48,22 @@ final case class Span(executor: String, kind: String, name: String, started: Lon
 /** Percentiles of `count` durations, in microseconds. */
 final case class Percentiles(count: Long = 0, p50: Long = 0, p95: Long = 0, p99: Long = 0, max: Long = 0)
 
-/** The statistics of one use of an operator, as the driver's Python reports them. They span resets of its
-  * coordinator. */
+/**
+ * The statistics of one use of an operator, as the driver's Python reports them. They span resets of its coordinator.
+ *
+ * @param kind "coordinator", "splits", "commit", "supersteps" or "alignment"
+ * @param state "active", "failed" or "closed"
+ * @param live evaluations that run
+ * @param queued messages that wait for the coordinator
+ * @param replies times from a request's arrival on the driver to its reply
+ * @param acknowledgements times from the sending of an event to the acknowledgement that it is in the mailbox
+ * @param waitsFor what its tasks or the coordinator wait for, and since when; empty if nothing
+ * @param progress for example "splits done" -> "3"
+ */
 final case class OperatorView(
-    name: String,
-    kind: String, // "coordinator", "splits", "commit", "supersteps", "alignment"
-    state: String, // "active", "failed", "closed"
-    live: Long, // evaluations
-    finished: Long,
-    failed: Long,
-    abandoned: Long,
-    resets: Long,
-    eventsIn: Long,
-    eventsOut: Long,
-    requests: Long,
-    queued: Long, // messages that wait for the coordinator
-    replies: Percentiles, // from a request's arrival on the driver to its reply
-    acknowledgements: Percentiles, // from the sending of an event to the acknowledgement that it is in the mailbox
-    waitsFor: String, // what its tasks or the coordinator wait for, and since when; empty if nothing
-    progress: VectorMap[String, String], // for example "splits done" -> "3"
-    lastError: String) {
+    name: String, kind: String, state: String, live: Long, finished: Long, failed: Long, abandoned: Long, resets: Long,
+    eventsIn: Long, eventsOut: Long, requests: Long, queued: Long, replies: Percentiles, acknowledgements: Percentiles,
+    waitsFor: String, progress: VectorMap[String, String], lastError: String) {
 
   /** The sum of the counters that never decrease. */
   private[stagecrew] def counted: Long = finished + failed + abandoned + resets + eventsIn + eventsOut + requests
@@ -104,12 +90,9 @@ final case class ProcessView(
 /** One sample of a process: memory in bytes, CPU since the previous sample in thousandths of a core. */
 final case class Sample(time: Long, rss: Long, cpu: Long, threads: Long, files: Long)
 
-/** The stored job whose driver this application is: facts about it, in order, such as "term" -> "3", and its steps. */
-final case class RecoveryView(
-    facts: VectorMap[String, String],
-    steps: Vector[StepView],
-    forgottenSteps: Int = 0) { // steps that are no longer listed
-
+/** The stored job whose driver this application is: facts about it, in order, such as "term" -> "3", and its steps.
+  * `forgottenSteps` counts those that are no longer listed. */
+final case class RecoveryView(facts: VectorMap[String, String], steps: Vector[StepView], forgottenSteps: Int = 0) {
   /** At most this many of its steps: the running ones, and the last ones. */
   private[stagecrew] def fewer(most: Int): RecoveryView = {
     val (running, ended) = steps.indices.partition(steps(_).ended == 0)

@@ -6,15 +6,13 @@ import java.nio.charset.StandardCharsets.UTF_8
 import java.security.MessageDigest
 import scala.xml.{Node, Text}
 import org.apache.spark.SparkContext
-import org.apache.spark.stagecrew.driver.DriverCrew
-import org.apache.spark.stagecrew.spark.{Page, PageRequest, SparkUi}
-import org.apache.spark.stagecrew.wire.Json
+import driver._, spark._, wire._
 
 /** The content of the pages: a snapshot, taken at `now`. From an event log, each topology has the time of its last
   * event, and some have notes. */
 private[stagecrew] final case class PageModel(
     snapshot: Snapshot, now: Long, history: Boolean = false, times: Map[String, Long] = Map.empty,
-      notes: Map[String, Seq[String]] = Map.empty) {
+    notes: Map[String, Seq[String]] = Map.empty) {
 
   /** The time up to which a topology is known. */
   def until(topology: TopologyView): Long =
@@ -39,28 +37,24 @@ private[stagecrew] object Tab {
   def attach(sc: SparkContext, crew: DriverCrew): Unit =
     SparkUi.attachTab(sc, Prefix, pages(() => PageModel(crew.snapshot, System.currentTimeMillis())))
 
-  def pages(shown: () => PageModel): Seq[Page] = Seq(
-    new TabPage("", shown, OverviewPage.html, (_, _) => "Stagecrew", (shown, _) => OverviewPage.json(shown)),
-    new TabPage("topology", shown, TopologyPage.html, TopologyPage.title, TopologyPage.json),
-    new TabPage("processes", shown, ProcessesPage.html, (_, _) => "Stagecrew: Python processes",
-      (shown, _) => ProcessesPage.json(shown)),
-    new TabPage("jobs", shown, JobPage.html, (_, _) => "Stagecrew: stored job", (shown, _) => JobPage.json(shown)))
+  def pages(shown: () => PageModel): Seq[Page] = {
+    def page(
+        path: String, title: (PageModel, PageRequest) => String, content: (PageModel, PageRequest) => Seq[Node],
+        json: (PageModel, PageRequest) => ObjectNode): Page = {
+      def html(now: PageModel, ask: PageRequest): Seq[Node] = menu(now, ask, path) ++ content(now, ask)
+      Page(path, title(shown(), _), html(shown(), _), ask => Json.write(json(shown(), ask)))
+    }
+    Seq(
+      page("", (_, _) => "Stagecrew", OverviewPage.html, (now, _) => OverviewPage.json(now)),
+      page("topology", TopologyPage.title, TopologyPage.html, TopologyPage.json),
+      page("processes", (_, _) => "Stagecrew: Python processes", ProcessesPage.html,
+        (now, _) => ProcessesPage.json(now)),
+      page("jobs", (_, _) => "Stagecrew: stored job", JobPage.html, (now, _) => JobPage.json(now)))
+  }
 
   /** The beginning of a page's JSON. */
   def head(shown: PageModel, id: String = ""): ObjectNode =
     Json.tree(PageHead(Snapshot.Version, shown.notes.getOrElse(id, Nil)))
-
-  private final class TabPage(
-      val path: String, shown: () => PageModel, content: (PageModel, PageRequest) => Seq[Node],
-        name: (PageModel, PageRequest) => String,
-      node: (PageModel, PageRequest) => ObjectNode) extends Page {
-    override def title(ask: PageRequest): String = name(shown(), ask)
-    override def html(ask: PageRequest): Seq[Node] = {
-      val now = shown()
-      menu(now, ask, path) ++ content(now, ask)
-    }
-    override def json(ask: PageRequest): String = Json.write(node(shown(), ask))
-  }
 
   /** The menu: links to the pages, and to the JSON of this page. */
   private def menu(shown: PageModel, ask: PageRequest, here: String): Seq[Node] = {

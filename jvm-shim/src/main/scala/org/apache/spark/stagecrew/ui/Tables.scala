@@ -5,7 +5,7 @@ import java.net.URLEncoder
 import java.util.Locale
 import scala.util.Try
 import scala.xml.{Elem, Node, NodeSeq, Text}
-import org.apache.spark.stagecrew.spark.{PageRequest, Paging, SparkTable, SparkUi}
+import spark._
 
 /** A column: its cells and its order. Its name is part of links: letters, digits and spaces. */
 private[stagecrew] final case class Column[T](
@@ -53,12 +53,10 @@ private[stagecrew] final case class Table[T](tag: String, rows: Seq[T], columns:
           s"the parameter $tag.$name has a value that it cannot have")))
     def known(name: String): Option[Option[String]] =
       columns.find(column => column.name == name && column.order.nonEmpty).map(column => Some(column.name))
-    Paging(
-      asked("page", 1)(text => Try(text.toInt).toOption),
+    Paging(asked("page", 1)(text => Try(text.toInt).toOption),
       asked("pageSize", Tables.PageSize)(text => Try(text.toInt).toOption.map(size =>
         math.max(1, math.min(size, Tables.MaxPageSize)))),
-      asked("sort", Option.empty[String])(known),
-      asked("desc", false)(_.toBooleanOption))
+      asked("sort", Option.empty[String])(known), asked("desc", false)(_.toBooleanOption))
   }
 
   def sorted(paging: Paging): IndexedSeq[T] =
@@ -122,9 +120,8 @@ private[stagecrew] object Show {
 
   def date(ms: Long): String = if (ms <= 0) "" else SparkUi.formatDate(ms)
 
-  def micros(micros: Long): String =
-    if (micros < 1000000L) String.format(Locale.ROOT, "%.1f ms", micros / 1000.0)
-      else SparkUi.formatDuration(micros / 1000)
+  def micros(micros: Long): String = if (micros < 1000000L) String.format(Locale.ROOT, "%.1f ms", micros / 1000.0)
+    else SparkUi.formatDuration(micros / 1000)
 
   /** The line of an error that says what happened, with its text in the title: of a JVM's error the beginning, of a
     * Python traceback the end. Event logs of earlier versions do not have the line: it is the last line of a

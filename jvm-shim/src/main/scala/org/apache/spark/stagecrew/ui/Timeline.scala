@@ -4,8 +4,7 @@ package ui
 import java.util.Locale
 import scala.collection.mutable
 import scala.xml.{Node, NodeSeq}
-import org.apache.spark.stagecrew.executor.SpanBook
-import org.apache.spark.stagecrew.spark.SparkUi
+import executor._, spark._
 
 /** Draws spans as SVG, without a script. Text and lines have the colour of the page's text. Pure. */
 private[stagecrew] object Timeline {

@@ -3,10 +3,7 @@ package ui
 
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
-import org.apache.spark.stagecrew.driver.Topology
-import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, PartitionCounts}
-import org.apache.spark.stagecrew.spark.{PageRequest, SparkUi}
-import org.apache.spark.stagecrew.wire.Json
+import driver._, executor._, spark._, wire._
 
 /** The page of one topology. */
 private[stagecrew] object TopologyPage {
@@ -25,9 +22,7 @@ private[stagecrew] object TopologyPage {
     def section(name: String, table: Table[_], otherwise: String, count: Int = 0): NodeSeq =
       if (table.rows.nonEmpty) <h4>{s"$name (${math.max(count, table.rows.size)})"}</h4> ++ tables(table)
       else if (otherwise.isEmpty) NodeSeq.Empty else <h4>{name}</h4><p>{otherwise}</p>
-    Seq[NodeSeq](
-      shown.notes.getOrElse(topology.id, Nil).map(Show.note),
-      summary(shown, ask, topology),
+    Seq[NodeSeq](shown.notes.getOrElse(topology.id, Nil).map(Show.note), summary(shown, ask, topology),
       <h4>Timeline</h4>,
       Timeline.of(topology, shown.until(topology)),
       section("Coordinators", operators, "", topology.coordinators),

@@ -2,18 +2,19 @@ package org.apache.spark.stagecrew
 package wire
 
 import scala.collection.immutable.VectorMap
-import org.apache.spark.stagecrew.partitions.DriverPartitions
+import partitions._
 
-/** One registered listener. Its pickled bytes are never read by the JVM. */
+/**
+ * One registered listener. Its pickled bytes are never read by the JVM.
+ *
+ * @param kind "pickle", "name" or "jvm"
+ * @param target module:name, or a class
+ * @param scope unknown for a name until an executor has imported it
+ * @param blob the position of its pickled bytes in `Description.blobs`
+ */
 final case class Entry(
-    index: Int,
-    kind: String, // "pickle", "name" or "jvm"
-    name: String,
-    target: String, // module:name, or a class
-    scope: Option[String], // unknown for a name until an executor has imported it
-    lifetime: Option[String],
-    required: Boolean,
-    blob: Option[Int]) { // the position of its pickled bytes in `Description.blobs`
+    index: Int, kind: String, name: String, target: String, scope: Option[String], lifetime: Option[String],
+    required: Boolean, blob: Option[Int]) {
 
   def python: Boolean = kind != "jvm"
   def forExecution: Boolean = lifetime.contains("execution")
@@ -23,19 +24,15 @@ final case class Entry(
  * What an executor needs to know about a topology: a header, which is JSON of these fields, and the pickled listeners
  * as opaque bytes. `executable`, `environment` and `files` say how PySpark starts Python here, for the agent: the
  * executor's JVM cannot find them out.
+ *
+ * @param coordinated whether tasks of no named topology may call functions that are bound to the application's
+ * operators
+ * @param release the release policy of `DriverPartitions`. Spark manages the application's own partitions
  */
 final case class Description(
-    id: String,
-    name: String,
-    parent: Option[String],
-    listeners: Vector[Entry],
-    executable: String = "python3",
-    environment: VectorMap[String, String] = VectorMap.empty,
-    files: Vector[String] = Vector.empty,
-    /** Whether tasks of no named topology may call functions that are bound to operators of the application. */
-    coordinated: Boolean = false,
-    /** The release policy of `DriverPartitions`. The application's own partitions are Spark's business. */
-    release: String = DriverPartitions.KeepsAll)(
+    id: String, name: String, parent: Option[String], listeners: Vector[Entry], executable: String = "python3",
+    environment: VectorMap[String, String] = VectorMap.empty, files: Vector[String] = Vector.empty,
+    coordinated: Boolean = false, release: String = DriverPartitions.KeepsAll)(
     val blobs: Vector[Array[Byte]] = Vector.empty) {
 
   /** The JSON of the header, encoded once. */

@@ -2,8 +2,8 @@ package org.apache.spark.stagecrew
 package wire
 
 import java.io.{DataInputStream, EOFException}
-import java.nio.{BufferUnderflowException, ByteBuffer, CharBuffer}
-import java.nio.charset.{CharacterCodingException, CodingErrorAction, StandardCharsets}
+import java.nio.{BufferUnderflowException, ByteBuffer}
+import java.nio.charset.{CharacterCodingException, StandardCharsets}
 
 /** The bytes are not a frame, or the frame is too large. */
 final class FrameException(message: String) extends Exception(message)
@@ -21,57 +21,55 @@ final class Frame(val kind: String, fields: Map[String, Any]) {
  * The wire format of both channels and of the messages between JVMs: the twin of `frames.py`, which describes it.
  */
 object Frames {
-  private final case class Kind(name: String, number: Int, fields: Vector[(String, Char)])
-
-  private def kind(name: String, number: Int, fields: (String, Char)*): Kind = Kind(name, number, fields.toVector)
+  private final case class Kind(name: String, number: Int, fields: (String, Char)*)
 
   private val kinds = Vector(
-    kind("HELLO", 1, "token" -> 's', "role" -> 's', "process" -> 's', "pid" -> 'q', "version" -> 's'),
-    kind("WELCOME", 2, "body" -> 's'),
-    kind("DESCRIBE", 3, "topology" -> 's'),
-    kind("DESCRIPTION", 4, "topology" -> 's', "body" -> 's', "blobs" -> 'l'),
-    kind("BEGIN", 5, "attempt" -> 'q'),
-    kind("END", 6, "attempt" -> 'q'),
-    kind("HOOK", 7, "topology" -> 's', "listener" -> 'q', "hook" -> 's', "timeout" -> 'q'),
-    kind("HOOK_DONE", 8, "topology" -> 's', "listener" -> 'q', "hook" -> 's', "outcome" -> 's', "micros" -> 'q',
+    Kind("HELLO", 1, "token" -> 's', "role" -> 's', "process" -> 's', "pid" -> 'q', "version" -> 's'),
+    Kind("WELCOME", 2, "body" -> 's'),
+    Kind("DESCRIBE", 3, "topology" -> 's'),
+    Kind("DESCRIPTION", 4, "topology" -> 's', "body" -> 's', "blobs" -> 'l'),
+    Kind("BEGIN", 5, "attempt" -> 'q'),
+    Kind("END", 6, "attempt" -> 'q'),
+    Kind("HOOK", 7, "topology" -> 's', "listener" -> 'q', "hook" -> 's', "timeout" -> 'q'),
+    Kind("HOOK_DONE", 8, "topology" -> 's', "listener" -> 'q', "hook" -> 's', "outcome" -> 's', "micros" -> 'q',
       "error" -> 's', "line" -> 's'),
-    kind("CLOSE", 9, "topology" -> 's'),
-    kind("CLOSED", 10, "topology" -> 's'),
-    kind("OPEN", 11, "topology" -> 's', "body" -> 's', "blobs" -> 'l'),
-    kind("OPENED", 12, "topology" -> 's', "body" -> 's', "blobs" -> 'l'),
-    kind("GOODBYE", 13, "reason" -> 's'),
-    kind("REFUSED", 14, "reason" -> 's'),
-    kind("SAMPLES", 16, "body" -> 's'),
-    kind("TOPOLOGY", 17, "topology" -> 's', "body" -> 's', "blobs" -> 'l', "opened" -> 's', "values" -> 'l'),
-    kind("ASK_DESCRIPTION", 32, "executor" -> 's', "host" -> 's', "topology" -> 's'),
-    kind("ASK_EXECUTION", 33, "executor" -> 's', "key" -> 's'),
-    kind("EXECUTION", 34, "topology" -> 's'),
-    kind("OPEN_FAILED", 35, "executor" -> 's', "topology" -> 's', "listener" -> 's', "stage" -> 'q', "partition" -> 'q',
+    Kind("CLOSE", 9, "topology" -> 's'),
+    Kind("CLOSED", 10, "topology" -> 's'),
+    Kind("OPEN", 11, "topology" -> 's', "body" -> 's', "blobs" -> 'l'),
+    Kind("OPENED", 12, "topology" -> 's', "body" -> 's', "blobs" -> 'l'),
+    Kind("GOODBYE", 13, "reason" -> 's'),
+    Kind("REFUSED", 14, "reason" -> 's'),
+    Kind("SAMPLES", 16, "body" -> 's'),
+    Kind("TOPOLOGY", 17, "topology" -> 's', "body" -> 's', "blobs" -> 'l', "opened" -> 's', "values" -> 'l'),
+    Kind("ASK_DESCRIPTION", 32, "executor" -> 's', "host" -> 's', "topology" -> 's'),
+    Kind("ASK_EXECUTION", 33, "executor" -> 's', "key" -> 's'),
+    Kind("EXECUTION", 34, "topology" -> 's'),
+    Kind("OPEN_FAILED", 35, "executor" -> 's', "topology" -> 's', "listener" -> 's', "stage" -> 'q', "partition" -> 'q',
       "attempt" -> 'q', "error" -> 's'),
-    kind("REPORT", 36, "executor" -> 's', "sequence" -> 'q', "body" -> 's'),
-    kind("END_TOPOLOGY", 37, "topology" -> 's', "timeout" -> 'q', "body" -> 's'),
-    kind("OK", 38),
-    kind("INVENTORY", 39, "executor" -> 's', "body" -> 's'),
-    kind("ORPHANS", 40, "body" -> 's'),
-    kind("UNPERSISTED", 41, "topology" -> 's', "body" -> 's'),
-    kind("READY", 64, "evaluation" -> 'q', "binding" -> 's', "subtask" -> 'q', "attempt" -> 'q', "number" -> 'q',
+    Kind("REPORT", 36, "executor" -> 's', "sequence" -> 'q', "body" -> 's'),
+    Kind("END_TOPOLOGY", 37, "topology" -> 's', "timeout" -> 'q', "body" -> 's'),
+    Kind("OK", 38),
+    Kind("INVENTORY", 39, "executor" -> 's', "body" -> 's'),
+    Kind("ORPHANS", 40, "body" -> 's'),
+    Kind("UNPERSISTED", 41, "topology" -> 's', "body" -> 's'),
+    Kind("READY", 64, "evaluation" -> 'q', "binding" -> 's', "subtask" -> 'q', "attempt" -> 'q', "number" -> 'q',
       "stage" -> 'q', "partition" -> 'q', "stage_attempt" -> 'q', "partitions" -> 'q'),
-    kind("EVENTS", 65, "evaluation" -> 'q', "first" -> 'q', "payloads" -> 'l'),
-    kind("REQUEST", 66, "evaluation" -> 'q', "sequence" -> 'q', "payload" -> 'b'),
-    kind("FINISH", 67, "evaluation" -> 'q', "sequence" -> 'q', "outcome" -> 's', "reason" -> 's'),
-    kind("REPLY", 68, "evaluation" -> 'q', "sequence" -> 'q', "outcome" -> 's', "payload" -> 'b'),
-    kind("HANDLED", 69, "evaluation" -> 'q', "sequence" -> 'q'),
-    kind("CREDIT_REQUEST", 70, "evaluation" -> 'q', "events" -> 'q', "bytes" -> 'q'),
-    kind("ACCEPTED", 71, "evaluation" -> 'q', "sequence" -> 'q'),
-    kind("OVERFLOWED", 72, "evaluation" -> 'q', "reason" -> 's'),
-    kind("ABORT", 73, "evaluation" -> 'q', "reason" -> 's'),
-    kind("ENDED", 74, "evaluation" -> 'q', "outcome" -> 's', "reason" -> 's'),
-    kind("CREDIT", 75, "evaluation" -> 'q'),
-    kind("FROM", 96, "executor" -> 's', "frames" -> 'b'),
-    kind("TO", 97, "executor" -> 's', "frames" -> 'b'),
-    kind("LOST", 98, "executor" -> 's', "reason" -> 's'),
-    kind("READ", 99, "messages" -> 'q'),
-    kind("STATISTICS", 100, "sequence" -> 'q', "body" -> 's'))
+    Kind("EVENTS", 65, "evaluation" -> 'q', "first" -> 'q', "payloads" -> 'l'),
+    Kind("REQUEST", 66, "evaluation" -> 'q', "sequence" -> 'q', "payload" -> 'b'),
+    Kind("FINISH", 67, "evaluation" -> 'q', "sequence" -> 'q', "outcome" -> 's', "reason" -> 's'),
+    Kind("REPLY", 68, "evaluation" -> 'q', "sequence" -> 'q', "outcome" -> 's', "payload" -> 'b'),
+    Kind("HANDLED", 69, "evaluation" -> 'q', "sequence" -> 'q'),
+    Kind("CREDIT_REQUEST", 70, "evaluation" -> 'q', "events" -> 'q', "bytes" -> 'q'),
+    Kind("ACCEPTED", 71, "evaluation" -> 'q', "sequence" -> 'q'),
+    Kind("OVERFLOWED", 72, "evaluation" -> 'q', "reason" -> 's'),
+    Kind("ABORT", 73, "evaluation" -> 'q', "reason" -> 's'),
+    Kind("ENDED", 74, "evaluation" -> 'q', "outcome" -> 's', "reason" -> 's'),
+    Kind("CREDIT", 75, "evaluation" -> 'q'),
+    Kind("FROM", 96, "executor" -> 's', "frames" -> 'b'),
+    Kind("TO", 97, "executor" -> 's', "frames" -> 'b'),
+    Kind("LOST", 98, "executor" -> 's', "reason" -> 's'),
+    Kind("READ", 99, "messages" -> 'q'),
+    Kind("STATISTICS", 100, "sequence" -> 'q', "body" -> 's'))
 
   private val byName = kinds.map(k => k.name -> k).toMap
   private val byNumber = kinds.map(k => k.number -> k).toMap
@@ -79,9 +77,8 @@ object Frames {
   /** Encodes a frame with its length. Values are `Long`, `String`, `Array[Byte]` or a `Seq` of these. */
   def encode(name: String, values: Any*): Array[Byte] = {
     val kind = byName.getOrElse(name, throw new FrameException(s"unknown kind of frame $name"))
-    if (values.size != kind.fields.size) {
+    if (values.size != kind.fields.size)
       throw new FrameException(s"a $name frame has the fields ${kind.fields.map(_._1).mkString(", ")}")
-    }
     val parts: Seq[Array[Byte]] = kind.fields.zip(values).flatMap {
       case ((_, 'q'), value: Long) => Seq(ByteBuffer.allocate(8).putLong(value).array)
       case ((_, 's'), value: String) => sized(value.getBytes(StandardCharsets.UTF_8))
@@ -123,13 +120,10 @@ object Frames {
         }
         name -> value
       }
-      if (bytes.hasRemaining) {
+      if (bytes.hasRemaining)
         throw new FrameException(s"${bytes.remaining} bytes are left over after a ${kind.name} frame")
-      }
       new Frame(kind.name, fields.toMap)
-    } catch {
-      case _: BufferUnderflowException => throw new FrameException(s"a ${kind.name} frame is cut short")
-    }
+    } catch { case _: BufferUnderflowException => throw new FrameException(s"a ${kind.name} frame is cut short") }
   }
 
   /** The kind of an encoded frame. */
@@ -162,10 +156,8 @@ object Frames {
   /** Reads the bytes of the next frame. */
   def readBytes(in: DataInputStream, limit: Int): Array[Byte] = {
     val length = in.readInt()
-    if (length < 0 || length > limit) {
-      throw new FrameException(
-        s"a frame of ${Integer.toUnsignedString(length)} bytes is larger than the $limit bytes allowed")
-    }
+    if (length < 0 || length > limit) throw new FrameException(
+      s"a frame of ${Integer.toUnsignedString(length)} bytes is larger than the $limit bytes allowed")
     // In steps: an announced length without data takes no memory.
     var bytes = new Array[Byte](math.min(length, 1 << 16))
     var at = 0
@@ -189,14 +181,8 @@ object Frames {
 
   private def u32(value: Int): Array[Byte] = ByteBuffer.allocate(4).putInt(value).array
 
-  private def utf8(data: Array[Byte]): Option[String] = {
-    val decoder = StandardCharsets.UTF_8.newDecoder()
-      .onMalformedInput(CodingErrorAction.REPORT).onUnmappableCharacter(CodingErrorAction.REPORT)
-    try {
-      val text: CharBuffer = decoder.decode(ByteBuffer.wrap(data))
-      Some(text.toString)
-    } catch {
-      case _: CharacterCodingException => None
-    }
-  }
+  // A new decoder reports bytes that are not UTF-8, and does not replace them.
+  private def utf8(data: Array[Byte]): Option[String] =
+    try Some(StandardCharsets.UTF_8.newDecoder().decode(ByteBuffer.wrap(data)).toString)
+    catch { case _: CharacterCodingException => None }
 }

@@ -1,7 +1,8 @@
 package org.apache.spark.stagecrew
 package wire
 
-import org.apache.spark.stagecrew.executor.ExecutorCrew
+import executor._
+
 
 /**
  * Writes messages to a socket for threads that must not wait. The reader reports how many messages it has read. While
