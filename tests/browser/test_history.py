@@ -261,9 +261,9 @@ def test_an_application_that_has_not_ended_is_shown_as_of_its_last_event(
     assert states == {"application": "active", **({"middle": "active"} if which == "killed" else {"nightly": "closed"})}
     page.get_by_role("link", name="middle" if which == "killed" else "application").first.click()
     page.wait_for_url("**/stagecrew/topology/**")
-    assert "it had not ended then" in page.locator(".alert").inner_text()
+    assert "before the end" in page.locator(".alert").inner_text()
     page.goto(f"{history}/history/{app}/stagecrew/")
-    assert "Python processes and the stored job are shown as of" in page.locator(".alert").inner_text()
+    assert "The event log shows Python processes and the stored job as of" in page.locator(".alert").inner_text()
     (listener_,) = table_rows(page, "stagecrew-listeners")
     opens = applications.opens if which == "killed" else applications.reports["running"].opens
     assert int(listener_["Opens"]) == opens >= 1
@@ -283,7 +283,7 @@ def test_the_page_says_which_states_a_capped_log_leaves_out(
     assert 1 <= len(stored_states(applications.logs, applications.capped, "")) <= 3
     page.goto(f"{history}/history/{applications.capped}/stagecrew/topology/?id={report.id}")
     note = page.locator(".alert").inner_text()
-    assert "is left out (spark.stagecrew.eventLog.maxEvents)" in note
+    assert "(spark.stagecrew.eventLog.maxEvents): events shortly before the end are missing" in note
     body = fetch_json(f"{history}/history/{applications.capped}/stagecrew/topology/json/?id={report.id}")
     assert body["notes"] == [note]
     assert stagecrew.TopologyReport._from_json(body["topology"]) == report
@@ -362,7 +362,7 @@ def test_newer_logs_and_logs_without_stagecrew_are_readable(history: str, page: 
     assert [row["Topology"] for row in table_rows(page, "stagecrew-topologies")] == ["later"]
     page.get_by_role("link", name="later").click()
     page.wait_for_url("**/stagecrew/topology/**")
-    assert "newer stagecrew" in page.locator(".alert").inner_text()
+    assert "newer version of stagecrew" in page.locator(".alert").inner_text()
     page.goto(f"{history}/history/app-without/jobs/")
     assert page.get_by_role("link", name="Stagecrew").count() == 0
 

@@ -132,7 +132,7 @@ def test_the_report_of_a_killed_application_says_it_has_no_end(tmp_path: Path) -
     result = CliRunner().invoke(main, ["report", log], env={"COLUMNS": "250"})
     assert result.exit_code == 0, result.output
     assert "no end is recorded: it still runs, or was killed" in result.output
-    assert "nightly: This is what the event log says as of" in result.output
+    assert "nightly: The event log shows this topology as of" in result.output
 
 
 LINE_SEPARATORS = "one\u2028two\u2029three\x85four"

@@ -58,7 +58,7 @@ class ApplicationStatsSuite extends AnyFunSuite {
     val row = rows(page("", shown(topology.view)), "topologies").head
     assert((row(8), row(9)) == (("600", "600")))
     val html = page("topology", shown(topology.view), "id" -> "a")
-    assert(html.text.contains("Coordinators (600)") && html.text.contains("100, whose counts"))
+    assert(html.text.contains("Coordinators (600)") && html.text.contains("100; their counts"))
     val json = Json.tree(topology.view)
     assert(Json.as[TopologyView](json) == topology.view && json.get("forgottenOperators").asInt == 100)
   }

@@ -73,7 +73,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(run.posted.map(written).toSeq).snapshot.topologies.map(_.jobs) == Vector(21))
   }
 
-  test("the page of an ended topology mentions left out changes only if there are any") {
+  test("the page of an ended topology mentions missing events only if there are any") {
     val run = new Run(most = 2)
     run.log.tick(snapshot(topology("a"), topology("b"), topology("c")))
     run.now += 5000
@@ -90,7 +90,7 @@ class EventLogSuite extends AnyFunSuite {
     }
     run.log.changed(snapshot(topology("b", state = "closed").copy(jobs = 9)))
     assert(run.of("b").map(_.capped) == Seq(false, true, true))
-    assert(history(run.posted.map(written).toSeq).notes("b").exists(note => note.contains("left out") && note.contains(Settings.EventLogMaxEvents)))
+    assert(history(run.posted.map(written).toSeq).notes("b").exists(note => note.contains("are missing") && note.contains(Settings.EventLogMaxEvents)))
   }
 
   test("sums are as new as the topologies, and older parts of a killed application have a note") {
@@ -113,7 +113,7 @@ class EventLogSuite extends AnyFunSuite {
     run.log.flush(all("closed", "closed", 7))
     val ended = history(run.posted.map(written).toSeq)
     assert(ended.snapshot.topologies.toSet == all("closed", "closed", 7).topologies.toSet && ended.snapshot.totals.opens == 7)
-    assert(ended.notes("").nonEmpty && ended.notes("").forall(_.contains("left out")))
+    assert(ended.notes("").nonEmpty && ended.notes("").forall(_.contains("are missing")))
     val quiet = new Run(most = 1)
     quiet.log.tick(all("active", "closed", 1))
     quiet.log.changed(all("closed", "closed", 1))
@@ -197,11 +197,11 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.posted.map(_.kind) == Seq("application")) // nothing to store
   }
 
-  test("a topology that had not ended has the time of its last event") {
+  test("a topology without an end has the time of its last event") {
     val run = new Run()
     run.log.changed(snapshot(topology("a"), topology("b", state = "closed")))
     val shown = history(run.posted.map(written).toSeq)
-    assert(shown.until(shown.find("a").get) == run.now && shown.notes("a").exists(_.contains("not ended")))
+    assert(shown.until(shown.find("a").get) == run.now && shown.notes("a").exists(_.contains("before the end")))
     assert(shown.until(shown.find("b").get) == 31000 && shown.notes("b").isEmpty)
   }
 
@@ -217,7 +217,7 @@ class EventLogSuite extends AnyFunSuite {
       s"""{"Event":"$name","version":1,"kind":"topology","id":"y","body":"{\\"spans\\":[1,2],\\"operators\\":7}"}""",
       s"""{"Event":"$name","version":9,"kind":"from the future","id":"z","body":"{}"}""",
       good))
-    assert(shown.find("a").exists(_.state == "") && shown.notes("a").exists(_.contains("newer stagecrew")))
+    assert(shown.find("a").exists(_.state == "") && shown.notes("a").exists(_.contains("newer version of stagecrew")))
     Tab.pages(() => shown).foreach(page => page.html(PageRequest("", Map("id" -> "a"))))
   }
 

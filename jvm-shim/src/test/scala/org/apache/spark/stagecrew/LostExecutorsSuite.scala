@@ -46,7 +46,7 @@ class LostExecutorsSuite extends AnyFunSuite {
       assert(folded.deferred.isEmpty && folded.partitions.storing(PartitionCounts()) == folded.partitions)
       assert(Json.read[TopologyView](Json.write(view)) == view)
       val page = Views.page("topology", Views.shown(view), "id" -> "t")
-      assert(Views.rows(page, "executors").last.take(2) == Seq("forgotten", "lost") && page.text.contains("42, whose counts stand"))
+      assert(Views.rows(page, "executors").last.take(2) == Seq("forgotten", "lost") && page.text.contains("42; their counts are in the row"))
       assert(Views.rows(Views.page("", Views.shown(view)), "topologies").head.slice(6, 8).contains("50"))
     }
   }

@@ -101,7 +101,7 @@ class TabSuite extends AnyFunSuite {
     assert(rows(html, "steps").map(_.take(2)) == Seq(Seq("load", "found"), Seq("run", "running")) && rows(html, "steps")(1).last == "58 s")
     assert(html.text.contains("Steps (2)") && !html.text.contains("Listed are"))
     val more = page("jobs", with_.copy(snapshot = with_.snapshot.copy(recovery = Some(recovery.copy(forgottenSteps = 300)))))
-    assert(more.text.contains("Steps (302)") && more.text.contains("Listed are those that run and the last ones, 2 of them."))
+    assert(more.text.contains("Steps (302)") && more.text.contains("The table lists running steps and the last ended steps (2)."))
     def linked(shown: PageModel): Boolean = (page("", shown) \\ "a").exists(_ \@ "href" == "/ui/stagecrew/jobs/")
     assert(linked(with_) && !linked(shown(application)) && page("jobs", shown(application)).text.contains("no stored job"))
   }
@@ -122,7 +122,7 @@ class TabSuite extends AnyFunSuite {
     }
   }
 
-  test("in an event log, the duration of a topology that had not ended is that up to its last event") {
+  test("in an event log, the duration of a topology without an end reaches to its last event") {
     val view = topology("a")
     val html = page("topology", PageModel(snapshot(view), 90000, history = true, Map("a" -> 11000L), Map("a" -> Seq("a note"))), "id" -> "a")
     assert(html.text.contains("Duration so far: 10 s") && (html \\ "p").exists(p => p.text == "a note" && (p \@ "class").contains("alert")))

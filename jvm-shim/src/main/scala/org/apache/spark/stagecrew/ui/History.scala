@@ -88,8 +88,9 @@ private[stagecrew] object History {
     val now = states.map(_.time).maxOption.getOrElse(0L)
     val ended = views.exists { case (_, view) => view.kind == DriverCrew.ApplicationKind && view.state == "closed" }
     val notes = views.map { case (state, view) => view.id ->
-      notesOf(state, view.state == "closed", "This is what the event log says") }.toMap ++
-      rest.map { case (state, _) => "" -> notesOf(state, ended, "Python processes and the stored job are shown") }
+      notesOf(state, view.state == "closed", "The event log shows this topology") }.toMap ++
+      rest.map { case (state, _) =>
+        "" -> notesOf(state, ended, "The event log shows Python processes and the stored job") }
     PageModel(
       rest.fold(Snapshot(Vector.empty, Totals()))(_._2).copy(topologies = views.map(_._2).sortBy(_.started).toVector,
           totals = sums.foldLeft(Totals())(_ max _), coordinators = coordinators,
@@ -103,13 +104,12 @@ private[stagecrew] object History {
       Log.log.warn(s"the event of ${state.key} cannot be read", error); None }
 
   private def notesOf(state: KeptState, ended: Boolean, what: String): Seq[String] = Seq(
-    if (ended) None else Some(s"$what as of ${Show.date(state.time)}: it had not ended then."),
+    if (ended) None else Some(s"$what as of ${Show.date(state.time)}, before the end."),
     if (!state.capped) None
-    else if (ended) Some(s"So much happened that its event log has not all of it: " +
-      s"what was shortly before its end is left out (${Settings.EventLogMaxEvents}).")
-    else Some(s"So much had happened that its event log has nothing after that (${Settings.EventLogMaxEvents})."),
-    if (state.trimmed) Some("It was too large for the event log: spans, texts, " +
-      s"coordinators or executors are left out.") else None,
+    else Some(s"The event log has all its events (${Settings.EventLogMaxEvents}): " +
+      (if (ended) "events shortly before the end are missing." else "later events are missing.")),
+    if (!state.trimmed) None
+    else Some("An event was too large for the event log: some spans, texts, coordinators or executors are missing."),
     if (state.version > Snapshot.Version)
-      Some("A newer stagecrew has written this: what is new there is not shown.") else None).flatten
+      Some("A newer version of stagecrew wrote this event log: its new fields are not shown.") else None).flatten
 }

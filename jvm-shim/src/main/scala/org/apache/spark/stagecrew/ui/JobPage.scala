@@ -18,7 +18,7 @@ private[stagecrew] object JobPage {
           name.capitalize -> (Show.text(value): NodeSeq) }: _*),
         <h4>{s"Steps (${recovery.steps.size + recovery.forgottenSteps})"}</h4>,
         if (recovery.forgottenSteps == 0) NodeSeq.Empty
-        else <p>{s"Listed are those that run and the last ones, ${recovery.steps.size} of them."}</p>,
+        else <p>{s"The table lists running steps and the last ended steps (${recovery.steps.size})."}</p>,
         if (recovery.steps.isEmpty) <p>No step has begun.</p> else tables(steps)).flatten
   }
 
@@ -26,7 +26,7 @@ private[stagecrew] object JobPage {
     (node, recovery) => node.set[ObjectNode]("recovery", Json.tree(recovery)))
 
   private def columns(shown: PageModel): Seq[Column[StepView]] = Seq(
-    Column.text("Step")(_.name), Column.text("State", "found: an earlier run had stored its result")(_.state),
+    Column.text("Step")(_.name), Column.text("State", "found: an earlier run has stored its result")(_.state),
     Column.date("Started")(_.started), Column.date("Ended")(_.ended),
     Column.duration("Duration")(step =>
       if (step.started <= 0) 0L else math.max(0L, (if (step.ended > 0) step.ended else shown.now) - step.started)))

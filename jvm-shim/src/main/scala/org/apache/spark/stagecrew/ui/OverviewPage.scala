@@ -65,12 +65,12 @@ private[stagecrew] object OverviewPage {
     Column.text("Id")(_.id), Column.text("Kind")(_.kind), Column.text("State")(_.state),
     Column.date("Started")(_.started),
     Column.duration("Duration")(shown.duration), Column.number("Jobs")(_.jobs.toLong),
-    Column.several("Executors", "Those that ran its tasks")(_.askedBy, _.forgottenExecutors),
+    Column.several("Executors", "Executors that ran its tasks")(_.askedBy, _.forgottenExecutors),
     Column.number("Coordinators")(_.coordinators.toLong),
-    Column.number("Failures", "Of its listeners' open, close and decorate, and of its coordinators' evaluations")
+    Column.number("Failures", "Failed open, close and decorate calls of listeners, and failed evaluations")
       (failures),
     Column.several("Lost executors")(_.lostExecutors, _.forgottenExecutors),
-    Column.several("Unclosed", "What had not closed when it ended")(_.unclosed))
+    Column.several("Unclosed", "Listeners that were not closed when the topology ended")(_.unclosed))
 
   private def failures(topology: TopologyView): Long =
     topology.executors.values.map(_.totals.failures).sum + topology.operators.map(_.failed).sum
@@ -89,7 +89,7 @@ private[stagecrew] object OverviewPage {
   def counts[T](f: T => ListenerCounts): Seq[Column[T]] = Seq(
     Column.text("Listener")(f(_).name), Column.text("Scope")(f(_).scope), Column.number("Opens")(f(_).opens),
     Column.number("Closes")(f(_).closes), Column.number("Failures")(f(_).failures),
-    Column.number("Lost", "Opened in processes that are gone without a close")(f(_).lost),
+    Column.number("Lost", "Opens in processes that ended without a close")(f(_).lost),
     Column.micros("Time in open")(f(_).openMicros), Column.micros("Time in close")(f(_).closeMicros),
     Column.of("Last error")(f.andThen(_.lastError))(row =>
       Show.error(f(row).lastError, f(row).lastErrorLine, f(row).scope == "jvm")))

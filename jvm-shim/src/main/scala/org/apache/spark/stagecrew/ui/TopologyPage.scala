@@ -27,8 +27,8 @@ private[stagecrew] object TopologyPage {
       Timeline.of(topology, shown.until(topology)),
       section("Coordinators", operators, "", topology.coordinators),
       section("Listeners", listeners,
-        "No listener of it has been opened: they open before the first task that they cover."),
-      section("Partitions and processes by executor", executors, "No executor has told of it."),
+        "No listener has been opened. Listeners open before the first task of the topology."),
+      section("Partitions and processes by executor", executors, "No executor has reported about this topology."),
       section("Topologies inside", inside, "")).flatten
   }
 
@@ -43,8 +43,8 @@ private[stagecrew] object TopologyPage {
     val id = ask.parameters.getOrElse("id",
       throw new IllegalArgumentException("the parameter id is missing: it names the topology"))
     shown.find(id).getOrElse(throw new IllegalArgumentException(
-      s"there is no topology of this id: it may have been forgotten, " +
-        s"as only so many closed ones are kept (${Settings.RetainedTopologies})"))
+      "no topology has this id. It may have been removed: the number of closed topologies that are kept is limited " +
+        s"(${Settings.RetainedTopologies})"))
   }
 
   private def summary(shown: PageModel, ask: PageRequest, topology: TopologyView): Node = {
@@ -65,9 +65,9 @@ private[stagecrew] object TopologyPage {
       "Partitions" -> Show.fact(partitions(stored)),
       "Lost executors" -> Show.several(topology.lostExecutors),
       "Lost before these" -> Show.fact(if (topology.forgottenExecutors == 0) "" else
-        s"${topology.forgottenExecutors}, whose counts stand as those of '${Topology.Forgotten}'"),
+        s"${topology.forgottenExecutors}; their counts are in the row '${Topology.Forgotten}'"),
       "Coordinators before these" -> Show.fact(if (topology.forgottenOperators == 0) "" else
-        s"${topology.forgottenOperators}, whose counts stand as those of '${Topology.Forgotten}'"),
+        s"${topology.forgottenOperators}; their counts are in the row '${Topology.Forgotten}'"),
       "Unclosed" -> Show.several(topology.unclosed))
   }
 
@@ -82,18 +82,19 @@ private[stagecrew] object TopologyPage {
   private def operatorColumns: Seq[Column[OperatorView]] = Seq(
     Column.text("Name")(_.name), Column.text("Kind")(_.kind), Column.text("State")(_.state),
     Column.text("Progress")(_.progress.map { case (what, value) => s"$what $value" }.mkString(" / ")),
-    Column.text("Waits for", "Whom its tasks or it wait for, and since when")(_.waitsFor),
-    Column.number("Live", "Evaluations that run")(_.live), Column.number("Finished")(_.finished),
+    Column.text("Waits for", "What the coordinator or its tasks wait for, and since when")(_.waitsFor),
+    Column.number("Live", "Running evaluations")(_.live), Column.number("Finished")(_.finished),
     Column.number("Failed")(_.failed),
     Column.number("Abandoned", "Evaluations that Spark stopped reading before their end")(_.abandoned),
     Column.number("Resets")(_.resets),
     Column.number("Events in", "From tasks to the coordinator")(_.eventsIn),
     Column.number("Events out", "From the coordinator to tasks")(_.eventsOut),
-    Column.number("Requests")(_.requests), Column.number("Queued", "Messages that wait for the coordinator")(_.queued),
+    Column.number("Requests")(_.requests),
+    Column.number("Queued", "Messages in the queue of the coordinator")(_.queued),
     percentiles("Replies",
       "From a request's arrival on the driver to its reply: median, 95th and 99th percentile, longest")(_.replies),
     percentiles("Acknowledgements",
-      "From the sending of an event to the acknowledgement that it is in the mailbox")(_.acknowledgements),
+      "From sending an event to the acknowledgement that it is in the task's mailbox")(_.acknowledgements),
     Column.of("Last error")((_: OperatorView).lastError)(o => Show.error(o.lastError)))
 
   private def percentiles(name: String, help: String)(f: OperatorView => Percentiles): Column[OperatorView] =
@@ -114,15 +115,15 @@ private[stagecrew] object TopologyPage {
       val forgotten = executor == Topology.Forgotten && topology.forgottenExecutors > 0
       if (forgotten || topology.lostExecutors.contains(executor)) "lost" else ""
     },
-    Column.number("In progress", "Partitions that tasks write now")(_._2.partitions.inProgress),
+    Column.number("In progress", "Partitions that tasks are writing")(_._2.partitions.inProgress),
     Column.number("Finished outputs", "Of shuffles")(_._2.partitions.outputs),
     Column.bytes("Output size")(_._2.partitions.outputBytes),
     Column.number("Cached blocks")(_._2.partitions.blocks), Column.bytes("Block size")(_._2.partitions.blockBytes),
     Column.number("Released")(_._2.partitions.released), Column.bytes("Released size")(_._2.partitions.releasedBytes),
-    Column.number("Not deleted", "Partitions that could not be deleted: the executor's log says why")
+    Column.number("Not deleted", "Partitions that could not be deleted; the executor's log has the reason")
       (_._2.partitions.releaseFailures),
-    Column.number("Python processes", "That opened a listener")(_._2.processes),
-    Column.number("Lost processes", "Gone before they had closed it")(_._2.lostProcesses))
+    Column.number("Python processes", "Processes that opened a listener")(_._2.processes),
+    Column.number("Lost processes", "Processes that ended before they closed a listener")(_._2.lostProcesses))
 
   private def insideColumns(shown: PageModel, ask: PageRequest): Seq[Column[TopologyView]] = Seq(
     Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(ask, t)}</td>),
