@@ -106,7 +106,7 @@ private[stagecrew] object History {
   private def notesOf(state: KeptState, ended: Boolean, what: String): Seq[String] = Seq(
     if (ended) None else Some(s"$what as of ${Show.date(state.time)}, before the end."),
     if (!state.capped) None
-    else Some(s"The event log has all its events (${Settings.EventLogMaxEvents}): " +
+    else Some(s"The event log has reached its limit (${Settings.EventLogMaxEvents}): " +
       (if (ended) "events shortly before the end are missing." else "later events are missing.")),
     if (!state.trimmed) None
     else Some("An event was too large for the event log: some spans, texts, coordinators or executors are missing."),
