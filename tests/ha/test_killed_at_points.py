@@ -40,7 +40,7 @@ DRIVER_POINTS = {
     "spec marked": (r"Delete:specs/job/locks",),
     "spec bytes deleted": (r"discard .*specs",),
     "spec deleted": (r"Delete:specs/job$",),
-    "job clean": (r"Replace:jobs/job$",),
+    "job clean": (r"Replace:jobs/job Delete:open/job",),
 }
 #: Points in the end of a cancelled job: of its driver, and of the process that finishes a decided commit.
 CANCELLED_POINTS = {
