@@ -272,5 +272,7 @@ def test_corrupt_coordinator_state_fails_before_spark_starts(sessions, coordinat
     assert SparkContext._active_spark_context is None
     eventually(lambda: "stagecrew-counter" not in {one.name for one in threading.enumerate()}, 5, "its thread ends")
     for invalid in ({"counter": 3}, {3: Picky}):
-        with pytest.raises(stagecrew.errors.OperatorMisused, match="coordinators= maps names of operators to factories"):
+        with pytest.raises(
+            stagecrew.errors.OperatorMisused, match="coordinators= maps names of operators to factories"
+        ):
             stagecrew.configure(session_builder("local[2]"), coordinators=invalid)

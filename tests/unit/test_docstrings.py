@@ -113,6 +113,7 @@ def test_every_class_and_function_has_an_example():
     first = {
         name: value
         for name, value in OBJECTS.items()
-        if (inspect.isclass(value) and not issubclass(value, BaseException)) or (inspect.isfunction(value) and "." not in value.__qualname__)
+        if (inspect.isclass(value) and not issubclass(value, BaseException))
+        or (inspect.isfunction(value) and "." not in value.__qualname__)
     }
     assert [name for name, value in first.items() if "Examples:" not in (value.__doc__ or "")] == []

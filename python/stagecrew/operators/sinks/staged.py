@@ -221,7 +221,7 @@ def differing(schema: pa.Schema, table: pa.Schema, what: str, required: bool = F
             if name in theirs and ours[name] != theirs[name]
         ),
         *(
-            f"{name} may be null, there never (coalesce makes a column that is never null)"
+            f"{name} may be null, but the table requires a value (coalesce makes a column that is never null)"
             for name in ours
             if required and name in theirs and schema.field(name).nullable and not table.field(name).nullable
         ),
