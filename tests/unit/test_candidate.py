@@ -134,7 +134,7 @@ def test_a_candidate_whose_session_expires_leads_again_in_a_new_term(world):
     eventually(lambda: not leadership.valid)
     next_leadership = world.wait_for_leadership(candidate)
     assert (leadership.term, next_leadership.term, len(world.stores)) == (1, 2, 2)
-    assert leadership.reason == "session-1 is over"
+    assert leadership.reason == "session-1 has expired"
 
 
 def test_a_write_with_an_expired_session_ends_leadership(world):
@@ -142,7 +142,7 @@ def test_a_write_with_an_expired_session_ends_leadership(world):
     candidate = world.candidate(period=60.0)
     leadership = world.wait_for_leadership(candidate)
     world.server.expire(world.stores[0].session)
-    with pytest.raises(LeadershipLost, match="nothing was written: session-1 is over"):
+    with pytest.raises(LeadershipLost, match="nothing was written: session-1 has expired"):
         leadership.store.transact(Create("a"))
     assert not leadership.valid
     eventually(lambda: world.calls[:2] == [("a", "grant", 1), ("a", "revoke", 1)])
