@@ -403,7 +403,9 @@ def test_invalid_arguments_are_rejected_with_their_names(spark, crew):
     topology = crew.topology("t")
     with pytest.raises(stagecrew.errors.TopologyError, match="topology.keep takes DataFrames and RDDs, not int"):
         topology.keep(7)
-    with pytest.raises(stagecrew.errors.TopologyError, match="'t' is new; keep datasets only inside its `with`"):
+    with pytest.raises(
+        stagecrew.errors.TopologyError, match="'t' is new; keep datasets only inside its `with` statement"
+    ):
         topology.keep(spark.range(3))
 
 

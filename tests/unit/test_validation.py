@@ -188,7 +188,7 @@ def test_a_commit_log_by_its_folder(tmp_path):
 @pytest.mark.parametrize("wrong", ["s3://bucket/decisions", "", 7, FileCommitLog])
 def test_invalid_commit_logs_are_refused(wrong):
     """A URI is no folder of this host, and a class must be called first."""
-    with pytest.raises(OperatorMisused, match=r"^commit_log=.* is no folder .* and keeps no records"):
+    with pytest.raises(OperatorMisused, match=r"^commit_log=.* is neither a folder .* nor a commit log"):
         commit_log_of(wrong)
 
 

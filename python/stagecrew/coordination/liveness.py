@@ -74,7 +74,7 @@ class Liveness:
 
     def _begin(self, binding: Binding, evaluation: Evaluation) -> None:
         gateway = Gateway(evaluation, self._limit, self._ack_deadline, self._transport.dirty)
-        if binding.held:
+        if binding.holds_events:
             gateway.hold()
         live = LiveEvaluation(evaluation, gateway, self._clock())
         binding.statistics.began(gateway)

@@ -139,7 +139,9 @@ class StatisticsReporter:
         if (requested := binding.instance.summary_requested_at) is not None and now - requested > _LATE:
             yield "its own thread, which is in a call"
         if (pending := binding.pending) is not None:
-            awaited = "the acknowledgement of events that it sent" if binding.held else "the coordinator's state"
+            awaited = (
+                "the acknowledgement of events that it sent" if binding.holds_events else "the coordinator's state"
+            )
             yield f"{awaited}, for checkpoint {pending.id}"
         silent = {
             one.evaluation.executor

@@ -51,7 +51,7 @@ def resolve(identity: Identity, name: str) -> Any:
             refusals.append(error)
     innermost = refusals[0] if refusals else None
     if innermost is None or isinstance(innermost, not_open.NotRegisteredError):
-        raise ResourceNotOpen(not_open.explained(name, identity.topologies, _task(), innermost))
+        raise ResourceNotOpen(not_open.explain(name, identity.topologies, _task(), innermost))
     raise ResourceNotOpen(f"listener {name!r} is not open here: {innermost}.")
 
 
@@ -63,5 +63,5 @@ def _task() -> not_open.Task | None:
 
     if (context := TaskContext.get()) is None:
         return None
-    left = context.getLocalProperty(LEFT) or ""
-    return not_open.Task(context.getLocalProperty(PROPERTY), tuple(left.split()))
+    closed = context.getLocalProperty(LEFT) or ""
+    return not_open.Task(context.getLocalProperty(PROPERTY), tuple(closed.split()))

@@ -60,10 +60,10 @@ class PluginConnection:
         return parse_seconds(self._setting("spark.stagecrew.request.timeout"))
 
     def streaming_query(self) -> QueryCheck | None:
-        """Whether the streaming query still runs whose batch the calling thread processes. None in other threads.
+        """Returns a check whether the streaming query that called this thread still runs, or None in other threads.
 
-        PySpark calls a function of `foreachBatch` in a Python thread that it keeps after the query. The JVM's thread of
-        the query ends with the query.
+        PySpark calls the function of `foreachBatch` in a Python thread that outlives the query. The JVM's thread for the
+        query ends with the query, so this checks the JVM's thread.
         """
         if self.context.getLocalProperty(_QUERY_ID) is None:
             return None

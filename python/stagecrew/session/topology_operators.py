@@ -307,9 +307,10 @@ class TopologyOperators(TopologyNode):
     def checkpoint(self, checkpoint_id: int | None = None, timeout: float = 30.0) -> Checkpoint:
         """Takes a checkpoint of all coordinators of this topology.
 
-        Each coordinator has a *cut*: the point in its sequence of messages at which its state is taken. When this
-        method returns, the mailboxes of its tasks contain all events that the coordinator sent before its cut, and
-        none that it sent after the cut. Its state includes exactly the messages that it handled before the cut.
+        The *cut* of a coordinator is the moment when its `checkpoint` method, or the future that this method returned,
+        delivers the state. The state includes the messages that the coordinator handled before its cut. When this
+        method returns, the mailboxes of the tasks contain all events that were sent before the cut, and none that were
+        sent after it.
 
         Args:
             checkpoint_id: Must be larger than that of the last checkpoint; by default the next number.

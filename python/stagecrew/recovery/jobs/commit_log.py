@@ -19,7 +19,7 @@ from stagecrew.errors import (
     SessionLost,
     StoreConflict,
 )
-from stagecrew.operators.commit_log import OVER
+from stagecrew.operators.commit_log import ENDED_STATES
 from stagecrew.operators.commit_records import checked
 from stagecrew.operators.commits import abandon, resume
 from stagecrew.recovery.retry import retry_rounds, retry_until
@@ -89,7 +89,7 @@ class StoredCommitLog:
 
 def is_done(handles: StateHandleStore, name: str) -> bool:
     """Returns whether a commit needs no more work. Raises `RecordUnreadable`."""
-    return _decode(name, handles.get(name).data)[0]["state"] in OVER
+    return _decode(name, handles.get(name).data)[0]["state"] in ENDED_STATES
 
 
 def require_readable(name: str, data: bytes) -> None:
