@@ -31,8 +31,8 @@ class Binding:
     """
 
     __slots__ = (
-        "factory", "holds_events", "id", "instance", "key", "live", "operator", "owner", "pending", "seen", "statistics",
-        "threads", "unreported",
+        "factory", "holds_events", "id", "instance", "key", "live", "operator", "owner", "pending", "seen",
+        "statistics", "threads", "unreported",
     )  # fmt: skip
 
     def __init__(

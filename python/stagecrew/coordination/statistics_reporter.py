@@ -28,7 +28,7 @@ _COUNTS: Final = (
 
 
 class StatisticsReporter:
-    """Makes frames of the statistics that changed since the last frame, for all bindings of a session."""
+    """Creates frames with the statistics that changed since the last frame, for all bindings of a session."""
 
     def __init__(self, clock: Callable[[], float], ack_timeout: float, wall: Callable[[], float] = time.time) -> None:
         self._clock, self._ack_timeout, self._wall = clock, ack_timeout, wall
@@ -49,9 +49,11 @@ class StatisticsReporter:
         binding.statistics.acknowledgements.sum = self._acknowledgements
 
     def due(self) -> list[Binding]:
-        """The bindings that may have changed. The caller must pass them to `frame`, which keeps the unquiet ones."""
+        """The bindings that may have changed. The caller must pass them to `frame`, which keeps the active ones."""
         due = list(self._unreported)
-        for binding in due:  # before their counts are read: a binding that is called meanwhile is due again
+        for (
+            binding
+        ) in due:  # cleared before their counts are read, so that a binding that is called during this is due again
             self._unreported.pop(binding, None)
         return due
 

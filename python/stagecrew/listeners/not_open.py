@@ -94,8 +94,8 @@ def explain(
 
 _RUN_INSIDE = "Run the action inside `with crew.topology(..., listeners=[...])`"
 _KEEP = (
-    "Spark computes a dataset again if its stored partitions were deleted with their topology: `topology.keep(dataset)` "
-    "keeps them"
+    "Spark computes a dataset again if its stored partitions were deleted with their topology: "
+    "`topology.keep(dataset)` keeps them"
 )
 
 

@@ -258,8 +258,8 @@ class FileCommitLog:
                     if time.monotonic() > deadline:
                         raise CommitFailed(
                             f"nothing is decided about commit {key!r}: another process has held "
-                            f"{self._folder / '.lock'} for {_LOCK_TIMEOUT:g} s. End that process if it is stopped, and commit "
-                            "again"
+                            f"{self._folder / '.lock'} for {_LOCK_TIMEOUT:g} s. End that process if it is stopped, and "
+                            "commit again"
                         ) from None
                     time.sleep(0.01)
             yield

@@ -39,8 +39,8 @@ _MARK_FORMAT: Final = 1
 
 _RUN: Final = re.compile(r"[0-9a-f]{32}")
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
-#: The longest text in a mark, in characters, and the length to which a longer text is cut. These limits keep a mark under
-#: 400 characters, so that it fits in a database column of 512.
+#: The longest text in a mark, in characters, and the length to which a longer text is cut. These limits keep a mark
+#: under 400 characters, so that it fits in a database column of 512.
 _MAX_LENGTH: Final = 60
 _SHORTENED_LENGTH: Final = 40
 
@@ -188,7 +188,7 @@ class Known:
     is_shortened: bool = False
 
     def difference(self, schema: pa.Schema, content: str | None) -> str:
-        """Describes how a dataset differs from the committed one, with both values. Returns an empty string if it does not."""
+        """Describes how a dataset differs from the committed one. Returns an empty string if it does not differ."""
         columns = columns_of(schema)
         if self.is_shortened:
             content, columns = None if content is None else _shortened(content), [_shortened(", ".join(columns))]

@@ -43,13 +43,13 @@ _PAUSE: Final = 0.2
 _RETRY_LIMIT: Final = 10.0
 
 _LEFTOVER: Final = (
-    "commit %r is done, but some of the data that it has staged for %s could not be deleted (run %s). A repeat with the "
-    "same id deletes it"
+    "commit %r is done, but some of the data that it has staged for %s could not be deleted (run %s). A repeat with "
+    "the same id deletes it"
 )
 _ORPHANS: Final = (
-    "the data that commit %r has staged for %s could not be deleted. It is never committed, and stays in the folders or "
-    "the table with %s in their names. A repeat with the same id deletes it. Without a repeat, delete them when the sink "
-    "is available again"
+    "the data that commit %r has staged for %s could not be deleted. It is never committed, and stays in the folders "
+    "or the table with %s in their names. A repeat with the same id deletes it. Without a repeat, delete them when the "
+    "sink is available again"
 )
 
 
@@ -160,8 +160,8 @@ class RollForward:
         if self._is_refused():
             discard(self._sink, self._staging, (), self._sleep)  # this try may have staged data again
             raise CommitSuperseded(
-                f"another driver has tried to apply commit {self._commit_id!r}, and the sink refused it. The staged data "
-                "is deleted. This driver changed nothing. Commit with this id again to start over"
+                f"another driver has tried to apply commit {self._commit_id!r}, and the sink refused it. The staged "
+                "data is deleted. This driver changed nothing. Commit with this id again to start over"
             ) from error
         if not is_last:
             return
@@ -198,7 +198,7 @@ _COMMIT_AGAIN: Final = "Commit with the same id and the same commit log again to
 
 
 def record_applied(commit_log: CommitLog, commit_id: str, record: Record, version: int) -> None:
-    """Records that a commit is visible. If this fails, it only logs a warning: a repeat finds the commit in the sink."""
+    """Records that a commit is visible. A failure is only logged, because a repeat finds the commit in the sink."""
     try:
         commit_log.write(commit_id, record, version)
     except CommitSuperseded:

@@ -251,7 +251,7 @@ class _Call:
         error: BaseException,
         wait_for_tasks: Callable[[], None],
     ) -> None:
-        """Records the abort, and then deletes the staged data. Never raises, so that the caller gets the original error."""
+        """Records the abort, then deletes the staged data. Never raises, so that the caller gets the original error."""
         try:
             aborted = opened | {"state": States.ABORTED, "reason": str(error)[:1000]}
             self.commit_log.write(self.commit_id, aborted, version)
@@ -259,8 +259,8 @@ class _Call:
             pass  # another driver wrote the record, or no record was written: no driver will commit this run
         except Exception:
             _log.warning(
-                "it is unknown whether commit %r is aborted, so the staged data stays. Commit with the same id again to "
-                "clean up",
+                "it is unknown whether commit %r is aborted, so the staged data stays. Commit with the same id again "
+                "to clean up",
                 self.commit_id, exc_info=True,
             )  # fmt: skip
             return

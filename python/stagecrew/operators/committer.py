@@ -65,7 +65,7 @@ class CommitReport:
 
 
 class Committer(Protocol):
-    """A sink for `Topology.commit`. It stages rows where no reader sees them, and then makes all of them visible at once.
+    """A sink for `Topology.commit`. It stages rows where no reader sees them, and then makes them visible at once.
 
     The sink is pickled to tasks, which call `stage`. The driver calls the other methods, one at a time. Any call may be
     repeated, also by another driver, and an earlier call may have stopped at any point. So each method must work if an

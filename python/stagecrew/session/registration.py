@@ -22,7 +22,7 @@ _log = logging.getLogger("stagecrew")
 
 
 def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
-    """Returns these listeners. Raises `ListenerError` or `ConfigurationError`, which says what to write instead."""
+    """Returns these listeners if they are valid. Otherwise raises an error that says what to write instead."""
     given: Any = listeners
     if isinstance(given, str):
         raise ListenerError(
@@ -44,7 +44,8 @@ def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
                 f"{listener.name} is a resource that was not called; register listeners=[{listener.name}(...)]"
             )
         raise ListenerError(
-            f"{listener!r} is no stagecrew.Listener; subclass Listener, or decorate a generator with @stagecrew.resource"
+            f"{listener!r} is not a stagecrew.Listener; subclass Listener, or decorate a generator with "
+            f"@stagecrew.resource"
         )
     if alone:
         raise ListenerError(
@@ -84,7 +85,9 @@ def class_names(names: Iterable[str]) -> tuple[str, ...]:
     every: tuple[Any, ...] = tuple(names)
     for name in every:
         if not isinstance(name, str):
-            raise ConfigurationError(f"{name!r} in jvm_listeners is no class name; write it like 'com.example.Audit'")
+            raise ConfigurationError(
+                f"{name!r} in jvm_listeners is not a class name; write it like 'com.example.Audit'"
+            )
     return every
 
 

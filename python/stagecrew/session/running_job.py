@@ -1,4 +1,7 @@
-"""The stored job that this process runs, as the session sees it. The recovery package sets it; the session never imports that."""
+"""The stored job that this process runs, as the session sees it.
+
+The recovery package sets it, so that the session need not import that package.
+"""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ class Topology(TopologyOperators):
             flights.mapInArrow(enrich, schema).write.parquet(path)
         print(topology.report)
 
-    Not promised: that the exit waits for workers that run a task of another topology. These close right after that
-    task.
+    Not promised: the exit does not wait for workers that run a task of another topology. They close the listeners right
+    after that task.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class Topology(TopologyOperators):
         return f"<topology {self.name!r} ({self._state})>"
 
     def start(self) -> Topology:
-        """Begins the topology in this thread, inside the active topology of the thread, if there is one.
+        """Begins the topology in this thread. If the thread is in an active topology, the new one is nested inside it.
 
         Returns:
             The topology itself.
 
         Raises:
-            TopologyError: The topology has begun before.
-            TopologyError: The thread is already in an active topology of this name that `start` began, as when a
-                notebook cell runs twice. Nested topologies of one name need `with`.
+            TopologyError: The topology has already begun.
+            TopologyError: The thread is already in an active topology of this name that `start` began, for example
+                because a notebook cell ran twice. Use `with` for nested topologies of the same name.
             ConfigurationError: The driver refused the topology.
             NotActive: The session has stopped.
 
@@ -143,8 +143,8 @@ class Topology(TopologyOperators):
             cancel: Stops the topology's streaming queries and cancels its jobs, instead of waiting for them.
 
         Raises:
-            CoordinatorFailed: One of its coordinators failed. It is raised once, after everything else is done, by
-                whichever call ended the topology; not while an exception such as `KeyboardInterrupt` propagates.
+            CoordinatorFailed: One of its coordinators failed. The call that ends the topology raises it, once, after
+                everything else is done, unless an exception such as `KeyboardInterrupt` propagates.
 
         Examples:
             topology.close(cancel=True)
@@ -153,7 +153,7 @@ class Topology(TopologyOperators):
         self._raise_failure(sys.exc_info()[1])
 
     def _raise_failure(self, error: BaseException | None) -> None:
-        """Raises the failure of a coordinator, once, unless `error` is no `Exception` and must propagate."""
+        """Raises the failure of a coordinator, once. An `error` such as `KeyboardInterrupt` propagates instead."""
         if (
             self.operators.cause is not None
             and not self._failure_raised
@@ -229,8 +229,8 @@ class Topology(TopologyOperators):
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
             if not self.is_active:
                 raise TopologyError(
-                    f"{getattr(f, '__qualname__', f)!r} was wrapped for topology {self.name!r}, which is {self._state}: "
-                    f"call it inside its `with`"
+                    f"{getattr(f, '__qualname__', f)!r} was wrapped for topology {self.name!r}, which is "
+                    f"{self._state}: call it inside its `with` statement"
                 )
             self._connection.require_running()
             self._topologies.enter(self)
@@ -348,7 +348,7 @@ class Topology(TopologyOperators):
         inside = self._inside()
         for topology in (*inside, self):
             topology.operators.close(
-                f"topology {topology.name!r} has ended: run the datasets of its operators inside its `with`"
+                f"topology {topology.name!r} has ended: run the datasets of its operators inside its `with` statement"
             )
             self._connection.send_last_statistics(topology.operators)
         self._connection.end(self.id, self._connection.close_timeout)
@@ -357,7 +357,7 @@ class Topology(TopologyOperators):
 
     def _warn(self) -> None:
         report = self._known()
-        if report is None:  # the driver no longer knows it; the exit must not fail for that
+        if report is None:  # the driver no longer knows it, and the exit must not fail
             return
         for one in report.listeners:
             if one.failures:

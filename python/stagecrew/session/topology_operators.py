@@ -70,8 +70,8 @@ class TopologyOperators(TopologyNode):
 
         if not callable(factory):
             raise OperatorMisused(
-                f"operator {name!r}: the factory is a {type(factory).__name__}, which cannot be called. Pass a Coordinator "
-                f"class, or a function that takes a CoordinatorContext and returns a coordinator"
+                f"operator {name!r}: the factory is a {type(factory).__name__}, which cannot be called. Pass a "
+                f"Coordinator class, or a function that takes a CoordinatorContext and returns a coordinator"
             )
         self._require_active("coordinate operators")
         self.operators.name_operator(name)
@@ -85,7 +85,7 @@ class TopologyOperators(TopologyNode):
         parallelism: int | None = None,
         name: str | None = None,
     ) -> DataFrame:
-        """Creates a DataFrame whose tasks pull splits one after the other. A slow split delays only the task that reads it.
+        """Creates a DataFrame whose tasks pull splits one after the other, so a slow split delays only one task.
 
         The guarantees are those of any Spark source, even if tasks fail or run twice: each subtask has a log of its
         splits, and each evaluation of the subtask replays this log before it requests more splits.

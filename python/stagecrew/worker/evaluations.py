@@ -217,7 +217,7 @@ class TaskGateway:
             self._abort_reason = self._abort_reason or frame["reason"]  # the first reason is the cause
 
     def _finish(self, outcome: str, reason: str) -> None:
-        """Reports the end of the evaluation. If it finished, waits until all its messages are in the coordinator's queue."""
+        """Reports the end of the evaluation. If it finished, waits until all its messages are queued."""
         with self._lock:
             if self._is_finished:
                 return
@@ -410,8 +410,8 @@ def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
     if not place:
         raise OperatorMisused(
             f"a function bound to operator {bound.operator!r} ran outside of topology {bound.topology!r}: run the "
-            f"action inside its `with` statement, because a lazy dataset has no coordinator later. If the dataset's stored "
-            f"partitions were released with the topology, call `topology.keep(dataset)` inside it to keep them"
+            f"action inside its `with` statement, because a lazy dataset has no coordinator later. If the dataset's "
+            f"stored partitions were released with the topology, call `topology.keep(dataset)` inside it to keep them"
         )
     connection = connected(place)
     subtask: int | None = None

@@ -38,8 +38,8 @@ class DatabaseSink:
     the rows, the sink adds an entry to `stagecrew_commits` whose target ends with ` refused`. After that, no other
     driver can commit these rows.
 
-    If the host of a server becomes unreachable, the sink gives up after 60 seconds, unless the url has `tcp_user_timeout` or
-    `keepalives…`. The sink does not read these settings from a service file.
+    If the host of a server becomes unreachable, the sink gives up after 60 seconds, unless the url has
+    `tcp_user_timeout` or `keepalives…`. The sink does not read these settings from a service file.
 
     Args:
         url: `sqlite:///relative.db` (relative to the current working directory), `sqlite:////absolute.db` (a file that

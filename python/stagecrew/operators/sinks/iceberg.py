@@ -1,4 +1,4 @@
-"""The sink for an Iceberg table. Files are staged in the table's folder. One snapshot adds them, with the commit's id."""
+"""The sink for an Iceberg table. Files are staged in the table's folder. One snapshot adds them, with the commit id."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ _WHERE: Final = ("type", "uri", "warehouse", "glue.id", "glue.region", "glue.end
 class IcebergSink:
     """An existing Iceberg table, through pyiceberg (`stagecrew[iceberg]`). Readers see all rows of a commit or none.
 
-    One snapshot adds the files of a commit, with the commit's id in its properties. Two concurrent commits both succeed.
-    A repeat recognizes a commit while its snapshot exists, or while the table contains files of it. If the table
-    refuses the files, the sink adds a snapshot without files. After that, no other driver can add them.
+    One snapshot adds the files of a commit, with the commit's id in its properties. Two concurrent commits both
+    succeed. A repeat recognizes a commit while its snapshot exists, or while the table contains files of it. If the
+    table refuses the files, the sink adds a snapshot without files. After that, no other driver can add them.
 
     Args:
         identifier: The identifier of the table, such as `db.flights`.
         catalog: The name of the table's catalogue.
-        properties: The properties of the catalogue, as in `pyiceberg.catalog.load_catalog`. They are not pickled to tasks.
+        properties: The properties of the catalogue, as in `pyiceberg.catalog.load_catalog`. They are not pickled to
+            tasks.
         options: Options of `pyarrow.parquet.ParquetWriter`, such as `compression`.
 
     Examples:
@@ -148,8 +149,8 @@ class IcebergSink:
             raise CommitConflict(
                 f"table {self._identifier} refuses the rows: {error}. Fix the rows or the table, and commit again"
             ) from error
-        # Outside of the handler above, because an invalid reply of the catalogue is also a ValueError. Then the outcome is
-        # unknown.
+        # Outside of the handler above, because an invalid reply of the catalogue is also a ValueError. Then the outcome
+        # is unknown.
         transaction.commit_transaction()
 
     def done(self, commit_id: str) -> bool:

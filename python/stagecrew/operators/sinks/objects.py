@@ -36,8 +36,8 @@ _FILE: Final = re.compile(r"data(/(?!\.{1,2}(/|$))[A-Za-z0-9._-]+)+")
 class ObjectSink:
     """Parquet objects with a manifest for each commit. `read_committed` reads all of a commit or nothing.
 
-    Use it for object stores, which cannot rename. A single write creates the manifest, which makes the commit visible. A
-    `path` contains many commits: objects are in `data/<commit id>/<run>/`, manifests in `_stagecrew/`.
+    Use it for object stores, which cannot rename. A single write creates the manifest, which makes the commit visible.
+    A `path` contains many commits: objects are in `data/<commit id>/<run>/`, manifests in `_stagecrew/`.
 
     Args:
         path: A URI for `pyarrow.fs`, or a path on `filesystem`. Each process uses its own credentials for `pyarrow.fs`;

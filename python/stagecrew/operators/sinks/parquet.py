@@ -271,12 +271,13 @@ class ParquetSink:
                 "Write to a folder that does not exist yet, such as one in it, or use mode 'append'"
             )
         return CommitConflict(
-            f"{self._path} already exists, and mode 'create' must create it. Write elsewhere, remove it, or use mode 'append'"
+            f"{self._path} already exists, and mode 'create' must create it. Write elsewhere, remove it, or use mode "
+            "'append'"
         )
 
 
 def _fixed(path: str) -> str:
-    """Returns "a mount point" or "a symbolic link" if a rename cannot replace this local path. Otherwise an empty string."""
+    """Returns "a mount point" or "a symbolic link" if a rename cannot replace this path, else an empty string."""
     if os.path.islink(path):  # noqa: PTH114
         return "a symbolic link"
     real = os.path.realpath(path)

@@ -32,11 +32,12 @@ __all__ = [
 ]
 
 
-#: The file in a run's folder that exists until the run ends. It contains the commit's id and the schema. The driver that
-#: ends the run first deletes this file, and then the staged files. A task writes its file, and then checks that this
-#: file exists. So either the driver or the task deletes a file that is written while the run ends.
+#: The file in a run's folder that exists until the run ends. It contains the commit's id and the schema. The driver
+#: that ends the run first deletes this file, and then the staged files. A task writes its file, and then checks that
+#: this file exists. So either the driver or the task deletes a file that is written while the run ends.
 _OPEN: Final = "_open"
-#: The format of the small files of sinks: open files, marks and manifests. A file without a format number has the same fields.
+#: The format of the small files of sinks: open files, marks and manifests. A file without a format number has the same
+#: fields.
 _FORMAT: Final = 1
 
 

@@ -1,4 +1,4 @@
-"""The commit log of a job in the coordination store: written under the job's claim, and finished by a later run."""
+"""The commit log of a job in the coordination store. A run writes it under its claim, and a later run can finish it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class StoredCommitLog:
             # No try was applied: if one may have been, the error would be a PossiblyInconsistentError.
             known = self.read(key) if isinstance(error, HandleExists | StoreConflict) else None
             if known == (version + 1, record):
-                return version + 1  # our own write, whose outcome was unknown
+                return version + 1  # this driver's earlier write, whose outcome was unknown
             raise CommitSuperseded(
                 f"another driver has taken over commit {key!r}: that driver continues it, and this one changes "
                 f"nothing ({error})"
@@ -88,7 +88,7 @@ class StoredCommitLog:
 
 
 def is_done(handles: StateHandleStore, name: str) -> bool:
-    """Returns whether a commit needs no more work. Raises `RecordUnreadable`."""
+    """Returns whether a commit has ended. Raises `RecordUnreadable`."""
     return _decode(name, handles.get(name).data)[0]["state"] in ENDED_STATES
 
 
