@@ -135,10 +135,8 @@ def test_a_dataset_run_after_its_topology_raises(spark, crew, pools):
     for text in (resource_not_open(planned.count), resource_not_open(collect, spark, task_with_get(orders))):
         assert "it was registered for topology 'gone', and the action ran after this topology had closed" in text
     with crew.topology("next", listeners=[pools.planes]):
-        assert (
-            "it was registered for topology 'gone', and the action ran after this topology had closed"
-            in resource_not_open(planned.count)
-        )
+        text = resource_not_open(planned.count)
+        assert "it was registered for topology 'gone', and the action ran after this topology had closed" in text
 
 
 def task_with_get(listener):

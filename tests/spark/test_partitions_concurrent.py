@@ -154,9 +154,7 @@ def test_executors_that_miss_the_end_of_a_topology_delete_its_files_later(spark,
         )
         eventually(lambda: not [one for one in topology.partitions if one.outputs], 20, "the tables are empty")
         assert topology.report.released == 4
-        assert (
-            run_and_count_tasks(spark, shared.collect)[1] == 4
-        )  # only the reduce stage ran: the outer topology keeps the shuffle
+        assert run_and_count_tasks(spark, shared.collect)[1] == 4  # only the reduce stage: the shuffle was kept
         outer.close()
     assert stored_since(spark, tmp_path, stored_before) == (set(), {})
     assert sorted(dataset.collect()) == EXPECTED

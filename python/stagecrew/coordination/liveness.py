@@ -103,9 +103,8 @@ class Liveness:
                 return
             binding, live = known
             binding.live.pop(id_, None)
-            binding.live = (
-                binding.live or {}
-            )  # a new dict, because a dict that had entries keeps its size, and bindings live long
+            # Use a new dict if it is empty: a dict that had entries keeps its size, and bindings live long.
+            binding.live = binding.live or {}
             binding.statistics.count(outcome)
             binding.instance.end(live, outcome, *([reason] if outcome == "failed" else []))
         live.gateway.end(reason or outcome)

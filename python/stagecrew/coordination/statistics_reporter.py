@@ -51,9 +51,8 @@ class StatisticsReporter:
     def due(self) -> list[Binding]:
         """The bindings that may have changed. The caller must pass them to `frame`, which keeps the active ones."""
         due = list(self._unreported)
-        for (
-            binding
-        ) in due:  # cleared before their counts are read, so that a binding that is called during this is due again
+        # Removed before their counts are read, so that a binding that is called in between is due again.
+        for binding in due:
             self._unreported.pop(binding, None)
         return due
 

@@ -115,7 +115,7 @@ class TopologyOperators(TopologyNode):
         When the enumerator fails, the topology fails: the action raises Spark's own error, and the `with` statement
         raises `CoordinatorFailed`, whose `__cause__` is `OperatorFailed`.
 
-        Not promised: which subtask reads which split, or the order of the rows.
+        Not promised: any subtask may read any split, and the order of the rows is undefined.
 
         Source: Flink's split enumerators (FLIP-27).
         """
@@ -328,7 +328,7 @@ class TopologyOperators(TopologyNode):
         Examples:
             saved = topology.checkpoint().to_bytes()
 
-        Not promised: that the cuts of several coordinators are made at one instant.
+        Not promised: the cuts of several coordinators are not made at the same instant.
         """
         self._require_active("take checkpoints")
         return self.operators.checkpoint(checkpoint_id, timeout)

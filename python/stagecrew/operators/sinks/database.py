@@ -85,9 +85,8 @@ class DatabaseSink:
             with self._transaction() as database:
                 self._require_columns(database, staging)
                 self._dialect.create_stage(database, self._stage_of(staging), self._table, staging.schema.names)
-                with self._dialect.undone(
-                    database
-                ):  # tries a commit without rows, so that a missing permission is an error now
+                # Try a commit without rows, so that a missing permission is an error now.
+                with self._dialect.undone(database):
                     self._add(database, staging, [{"attempt": 0, "rows": 0}])
         except self._dialect.errors() as error:
             raise CommitFailed(
