@@ -55,9 +55,9 @@ def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
 
 
 def import_named(targets: str) -> None:
-    """Imports the listeners that `spark.stagecrew.listeners` names, so that a wrong name fails before any task.
+    """Imports the listeners in `spark.stagecrew.listeners`, so that a wrong name raises an error before any task runs.
 
-    A missing top-level module is a warning: it may exist on the executors only. Raises `ListenerError` for
+    A missing top-level module is only a warning, because it may exist only on the executors. Raises `ListenerError` for
     every other error that an executor would raise.
     """
     from stagecrew.worker.descriptions import named
@@ -79,7 +79,7 @@ def import_named(targets: str) -> None:
 
 
 def class_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns these names of JVM classes. Raises `ConfigurationError` unless they are a list of strings."""
+    """Returns these names of JVM classes if they are a list of strings. Otherwise raises `ConfigurationError`."""
     if isinstance(names, str):
         raise ConfigurationError(f"jvm_listeners={names!r} is a string; write a list: jvm_listeners=[{names!r}]")
     every: tuple[Any, ...] = tuple(names)
@@ -129,7 +129,7 @@ def describe(
     coordinated: bool = False,
     release: Release = Release.NONE,
 ) -> bytes:
-    """The description of a topology, as a frame for the driver and its executors."""
+    """Returns the description of a topology, as a frame for the driver and its executors."""
     entries: list[dict[str, Any]] = [
         {
             "kind": "jvm",
