@@ -313,7 +313,7 @@ class Topology(TopologyOperators):
         self._wait_for_activity(self._connection.close_timeout)
 
     def _wait_for_activity(self, seconds: float | None) -> None:
-        """Waits until no job or query of the topology runs. Waits at most `seconds`, or without a limit if it is None."""
+        """Waits until no job or query of the topology runs, at most `seconds`. None means no limit."""
         started = said = time.monotonic()
         pause = 0.01
         while True:
