@@ -13,7 +13,7 @@ import stagecrew
 
 
 class Budget(stagecrew.Coordinator):
-    """Replies to a request as soon as its call is allowed. All tasks share `per_second` calls."""
+    """Allows `per_second` calls per second in all tasks together. Replies to each request when its call is allowed."""
 
     def __init__(self, context, per_second):
         super().__init__(context)
@@ -22,7 +22,7 @@ class Budget(stagecrew.Coordinator):
         self.granted = 0
 
     def start(self):
-        # Not a sleep: the coordinator must be able to handle other messages meanwhile.
+        # A timer, because a sleep would block the coordinator and delay other messages.
         self.context.call_async(time.monotonic, self.grant, period=1 / self.per_second)
 
     def handle_request(self, evaluation, request):
@@ -31,7 +31,7 @@ class Budget(stagecrew.Coordinator):
         return reply
 
     def failed(self, evaluation, reason):
-        self.waiting = [(waiting, reply) for waiting, reply in self.waiting if waiting != evaluation]
+        self.waiting = [(requester, reply) for requester, reply in self.waiting if requester != evaluation]
 
     def grant(self, _now, _error):
         if self.waiting:
@@ -42,7 +42,7 @@ class Budget(stagecrew.Coordinator):
 
 def call_service(gateway, batches):
     for batch in batches:
-        numbers = [gateway.request("one call") for _ in range(batch.num_rows)]  # the calls themselves would follow
+        numbers = [gateway.request("one call") for _ in range(batch.num_rows)]  # a real job now calls the service
         yield pa.record_batch({"call": pa.array(numbers, pa.int64())})
 
 

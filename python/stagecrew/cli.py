@@ -57,7 +57,9 @@ def _python_names(context: click.Context, parameter: click.Parameter, names: tup
 def _java_names(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if not _JAVA_NAME.fullmatch(name):
-            raise click.BadParameter(f"{name!r} is no class name; write it like com.example.Audit", context, parameter)
+            raise click.BadParameter(
+                f"{name!r} is not a class name; write it like com.example.Audit", context, parameter
+            )
     return names
 
 

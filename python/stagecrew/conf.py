@@ -165,7 +165,9 @@ def parse_seconds(text: str) -> float:
     """
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise ConfigurationError(f"{text!r} is no duration; write a number with a unit (ms, s, m, h, d), such as '30s'")
+        raise ConfigurationError(
+            f"{text!r} is not a duration; write a number with a unit (ms, s, m, h, d), such as '30s'"
+        )
     return int(match[1]) * _UNITS[match[2]]
 
 
@@ -177,7 +179,7 @@ def parse_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ConfigurationError(f"{text!r} is no size; write a number with a unit (k, m, g), such as '64m'")
+        raise ConfigurationError(f"{text!r} is not a size; write a number with a unit (k, m, g), such as '64m'")
     return int(match[1]) << _POWERS[match[2].lower()]
 
 

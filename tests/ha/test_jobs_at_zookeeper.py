@@ -1,4 +1,4 @@
-"""Jobs over ZooKeeper: servers die, the network stalls for a driver, a run or both, and connections use TLS."""
+"""Jobs whose store is ZooKeeper: servers die, a driver or a run (or both) loses its connection, and TLS."""
 
 import json
 import os
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 #: The session timeout, in seconds.
 TIMEOUT = 4
-#: Seconds that a loaded machine may add.
+#: The delay, in seconds, that the tests allow on a loaded machine.
 SLACK = 4
 
 
@@ -37,14 +37,17 @@ def job_process(drivers):
 
 
 def leading_server(servers):
-    """The leading server, if at least two servers serve."""
+    """The leading server, or None while fewer than two servers are in service."""
     modes = {server: server.serving() for server in servers if server.alive}
     leading = [server for server, status in modes.items() if "Mode: leader" in status]
     return leading[0] if leading and sum("Mode:" in status for status in modes.values()) > 1 else None
 
 
 def test_jobs_survive_when_the_ensembles_leader_is_killed(tmp_path):
-    """The server is killed twice while jobs run. Finished steps and rows are kept; only a new leader costs a run."""
+    """The leading ZooKeeper server is killed twice while jobs run.
+
+    Finished steps and rows are kept. A job starts another run only if the drivers elect a new leader.
+    """
     with ensemble() as servers:
         hosts = ",".join(server.hosts for server in servers)
         with campaigning_drivers(f"zookeeper://{hosts}/jobs?timeout=10", tmp_path) as drivers:
@@ -86,14 +89,15 @@ def test_jobs_survive_when_the_ensembles_leader_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cut_off", "reaches_commit"),
+    ("cut_off", "is_committing"),
     [("both", False), ("both", True), ("run", False), ("run", True), ("driver", False)],
-    ids=["both", "both, at its commit", "run", "run, at its commit", "driver"],
+    ids=["both", "both, before the commit", "run", "run, before the commit", "driver"],
 )
-def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut_off, reaches_commit):
-    """A leader, its run, or both lose ZooKeeper: the run ends itself in time and commits nothing, even at its commit.
+def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut_off, is_committing):
+    """A leader, its run, or both lose the connection to ZooKeeper.
 
-    Another run finishes the job. The cut-off process becomes a standby again when the network heals.
+    The run ends in time and commits nothing, even if it is about to commit. Another run finishes the job. When the
+    connection is back, the driver that was cut off becomes a standby again.
     """
     path = f"jobs-{uuid.uuid4().hex}?timeout={TIMEOUT}"
     direct = f"zookeeper://{zookeeper.hosts}/{path}"
@@ -111,9 +115,9 @@ def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut
         orphan = drivers.process("job")
         proxy.hold("to", "from")
         cut_at = time.monotonic()
-        if reaches_commit:
+        if is_committing:
             (out / "go-stage").touch()
-        wait_until(lambda: not is_alive(orphan), "the run has ended itself")
+        wait_until(lambda: not is_alive(orphan), "the run has ended")
         assert time.monotonic() - cut_at < TIMEOUT + SLACK
         assert not (out / "table").exists()
         if cut_off == "run":
@@ -126,13 +130,14 @@ def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut
         check_rows_are_stored_once(drivers)
         stages = recorded_lines(drivers, "stages")
         assert (len(stages), stages[0], stages[1:]) == (2, "1", recorded_lines(drivers, "written"))
-        assert drivers.record("job").run == 2 or cut_off == "run"  # an attempt before the network healed may count too
+        # A run that started before the network healed also counts.
+        assert drivers.record("job").run == 2 or cut_off == "run"
         assert drivers.leader() is (first if cut_off == "run" else second)
         with drivers.jobs() as jobs:
             assert jobs.leader().term == (1 if cut_off == "run" else 2)
         assert [driver.poll() for driver in (first, second)] == [None, None]
         drivers.assert_nothing_left("job")
-        # The second driver ends. The one that was cut off leads and runs jobs.
+        # The second driver ends. The first one, which was cut off, now leads and runs jobs.
         second.terminate()
         assert second.wait(60) == 0
         drivers.running.remove(second)
@@ -143,10 +148,10 @@ def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut
         drivers.assert_nothing_left("job", "next")
 
 
-def test_a_run_stopped_past_its_session_ends_and_commits_nothing(zookeeper, tmp_path):
-    """The run is stopped past its session and then resumes.
+def test_a_run_that_is_stopped_until_its_session_expires_commits_nothing(zookeeper, tmp_path):
+    """SIGSTOP suspends the run until its session has expired. After SIGCONT the run ends without a commit.
 
-    It ends without a commit, and the leader starts the next run.
+    The leader starts the next run.
     """
     out = tmp_path / "out"
     with campaigning_drivers(
@@ -173,12 +178,14 @@ def test_a_run_stopped_past_its_session_ends_and_commits_nothing(zookeeper, tmp_
 def test_a_job_runs_over_tls_without_leaking_the_secret(tmp_path, monkeypatch):
     """With certificates and credentials from the environment, a job is submitted, run and queried over TLS.
 
-    The secret is in no command line and no log. Without it, commands return nothing.
+    The secret is in no command line and no log. A command without the right secret fails, and prints no result.
     """
     secret = "crew:s3cret"
     monkeypatch.setenv("STAGECREW_STORE_CREDENTIALS", secret)
     (tmp_path / "tls").mkdir()
-    files = "&".join(f"{name}={tmp_path}/tls/{file}.pem" for name, file in {"ca": "ca", "certfile": "ca", "keyfile": "key"}.items())  # fmt: skip
+    files = "&".join(
+        f"{name}={tmp_path}/tls/{file}.pem" for name, file in (("ca", "ca"), ("certfile", "ca"), ("keyfile", "key"))
+    )
     with tls_zookeeper(tmp_path / "tls") as port:
         with campaigning_drivers(f"zookeeper://127.0.0.1:{port}/jobs?timeout=10&{files}", tmp_path) as drivers:
             (tmp_path / "out" / "hold-stage").touch()

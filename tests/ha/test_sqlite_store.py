@@ -135,7 +135,7 @@ def test_many_killed_processes_leave_no_partial_transaction(path, seed):
 
 def test_processes_can_open_a_new_database_at_the_same_time(path):
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(StoreProcess.starting(url(path))) for _ in range(6)]
+        processes = [stack.enter_context(StoreProcess.start_without_waiting(url(path))) for _ in range(6)]
         sessions = [process.receive() for process in processes]
         assert len(set(sessions)) == 6
         for number, process in enumerate(processes):
@@ -370,7 +370,7 @@ def test_a_commit_that_cannot_be_written_has_an_unknown_outcome(path):
     """No file may grow, which SQLite notices during the commit. A repetition finds out."""
     with contextlib.closing(SQLiteStore(path)) as store, StoreProcess(url(path)) as process:
         process("transact", Create("a"))
-        process("limit", os.path.getsize(f"{path}-wal"))
+        process("limit_file_size", os.path.getsize(f"{path}-wal"))
         with pytest.raises(PossiblyInconsistentError, match="it is unknown"):
             process("transact", Replace("a", b"x" * 9000, 0))
         with pytest.raises(PossiblyInconsistentError, match="it is unknown"):

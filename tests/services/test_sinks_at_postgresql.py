@@ -53,7 +53,7 @@ def test_sql_in_a_record_or_a_column_name_is_not_executed(postgresql_server, tmp
                 lambda copy=copy: commit(trial.make_sink(), copy, "c", SCHEMA, lambda staging: 1 / 0),
                 lambda copy=copy: abandon(trial.make_sink(), copy, "c"),
             ):
-                with pytest.raises(RecordUnreadable, match="is no id of a run. Nothing was changed or deleted"):
+                with pytest.raises(RecordUnreadable, match="is not a run id. Nothing was changed or deleted"):
                     use()
         trial.make_sink().discard(Staging("c", run, SCHEMA), ())
     assert sorted(trial.visible()) == tasks.expected

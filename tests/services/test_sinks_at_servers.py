@@ -160,7 +160,7 @@ def test_a_commit_id_with_other_content_is_refused(make_trial):
     state_before = trial.state()
     for commit_log in (trial.commit_log, MemoryCommitLog()):
         assert run_commit("monday", commit_log).repeated
-        with pytest.raises(OperatorMisused, match="content is 'tuesday', there 'monday'"):
+        with pytest.raises(OperatorMisused, match="content is 'tuesday', was 'monday'"):
             run_commit("tuesday", commit_log)
     assert trial.state() == state_before
     long = "\U0001f600\x00'" * 100

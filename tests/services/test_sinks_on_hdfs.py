@@ -178,7 +178,7 @@ def test_an_existing_table_directory_is_a_conflict(hdfs_filesystem, tmp_path, mo
         monkeypatch.setattr(parquet, "move", make_other_then_move)
     else:
         make_other()
-    with pytest.raises(CommitConflict, match="is there already"):
+    with pytest.raises(CommitConflict, match="already exists"):
         commit(sink, trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
     names = hdfs_filesystem.get_file_info(pyarrow.fs.FileSelector(f"/{tmp_path.name}/0", recursive=True))
     assert [info.path for info in names] == [other, *([f"{other}/theirs.txt"] if moment != "empty" else [])]

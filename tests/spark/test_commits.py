@@ -249,7 +249,7 @@ def test_a_commit_id_with_other_content_raises_or_warns(few_retries, tmp_path, c
     with stagecrew.crew(few_retries).topology("t") as topology:
         assert not topology.commit(rows_of(few_retries), sink, "daily", commit_log, content="monday").repeated
         assert topology.commit(rows_of(few_retries), sink, "daily", commit_log, content="monday").repeated
-        with pytest.raises(stagecrew.errors.OperatorMisused, match="content is 'tuesday', there 'monday'"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="content is 'tuesday', was 'monday'"):
             topology.commit(rows_of(few_retries), sink, "daily", commit_log, content="tuesday")
         assert [record for record in caplog.messages if "with 40 rows. This call has written nothing" in record]
         caplog.clear()
@@ -260,14 +260,14 @@ def test_a_commit_id_with_other_content_raises_or_warns(few_retries, tmp_path, c
                 assert topology.commit(rows_of(few_retries), in_job, content=f"run {attempt}").repeated == (
                     attempt == 2
                 )
-            with pytest.raises(stagecrew.errors.OperatorMisused, match="content is 'other', there 'run 1'"):
+            with pytest.raises(stagecrew.errors.OperatorMisused, match="content is 'other', was 'run 1'"):
                 set_running_job(Job("nightly", 1, *handles))
                 topology.commit(rows_of(few_retries), in_job, content="other")
         finally:
             set_running_job(None)
     [warning] = [record for record in caplog.messages if "earlier run" in record]
     assert "an earlier run of this job has decided commit 'nightly/commit', and its rows stay" in warning
-    assert "content is 'run 2', there 'run 1'" in warning
+    assert "content is 'run 2', was 'run 1'" in warning
 
 
 def test_a_failed_job_leaves_nothing(few_retries, place):
@@ -365,7 +365,8 @@ def test_invalid_arguments_are_rejected(few_retries, tmp_path):
         with pytest.raises(stagecrew.errors.OperatorMisused, match="takes a DataFrame, not int"):
             topology.commit(7, ParquetSink(tmp_path / "t"))
         with pytest.raises(
-            stagecrew.errors.OperatorMisused, match="str is no Committer: it has no begin, stage, commit, done, discard"
+            stagecrew.errors.OperatorMisused,
+            match="str is not a Committer: it has no begin, stage, commit, done, discard",
         ):
             topology.commit(rows_of(few_retries), "a path")
         with pytest.raises(stagecrew.errors.CommitFailed, match="no such table: target"):

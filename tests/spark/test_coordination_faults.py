@@ -245,7 +245,9 @@ def test_a_thread_that_waits_to_send_does_not_block_a_receiver(cluster, coordina
     def work(gateway, batches):
         sender = threading.Thread(target=lambda: [gateway.send(n) for n in range(10_000)])
         sender.start()
-        eventually(lambda: gateway._asked_at >= WINDOW, 30, "the sender has used up its window and requested credit")
+        eventually(
+            lambda: gateway._room_requested_at >= WINDOW, 30, "the sender has used up its window and requested credit"
+        )
         assert next(gateway.events(timeout=30)) == "there is much"
         Path(received).touch()
         sender.join()

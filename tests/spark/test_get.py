@@ -133,11 +133,10 @@ def test_a_dataset_run_after_its_topology_raises(spark, crew, pools):
         planned = spark.range(0, 2, 1, 2).mapInArrow(task_with_get(orders), "a string")
         assert planned.count() == 2
     for text in (resource_not_open(planned.count), resource_not_open(collect, spark, task_with_get(orders))):
-        assert "it was registered for topology 'gone', and the action ran after that had closed" in text
+        assert "it was registered for topology 'gone', and the action ran after this topology had closed" in text
     with crew.topology("next", listeners=[pools.planes]):
-        assert "it was registered for topology 'gone', and the action ran after that had closed" in resource_not_open(
-            planned.count
-        )
+        text = resource_not_open(planned.count)
+        assert "it was registered for topology 'gone', and the action ran after this topology had closed" in text
 
 
 def task_with_get(listener):
@@ -190,7 +189,9 @@ def test_a_threads_jobs_belong_to_the_topology_only_if_wrapped(spark, crew, pool
             thread.start()
             thread.join(60)
     assert results["wrapped"] == [("orders in t", "planes in t", "plain in t")]
-    assert "it was registered for topology 't', and the action ran in a thread outside of that" in str(results["plain"])
+    assert "it was registered for topology 't', and the action ran in a thread outside of this topology" in str(
+        results["plain"]
+    )
     assert "`topology.wrap(f)`" in str(results["plain"])
 
 

@@ -1,4 +1,4 @@
-"""Log records of tasks of a named topology carry their origin, in a worker and in the JVM."""
+"""Log records of a task name its topology, stage, partition and attempt, in Python workers and in the JVM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def structured(context: stagecrew.ListenerContext, path: str) -> Iterator[None]:
     handler.close()
 
 
-def log_and_return_numbers(rows: Iterator[Any]) -> Iterator[tuple[int, int, int]]:
+def log_and_return_ids(rows: Iterator[Any]) -> Iterator[tuple[int, int, int]]:
     """Logs one line and returns stage, partition and attempt."""
     task = TaskContext.get()
     assert task is not None
@@ -39,37 +39,38 @@ def log_and_return_numbers(rows: Iterator[Any]) -> Iterator[tuple[int, int, int]
     yield task.stageId(), task.partitionId(), task.taskAttemptId()
 
 
-def test_a_workers_log_records_carry_the_tasks_numbers(sessions: Sessions, tmp_path: Path) -> None:
+def test_log_records_in_a_worker_contain_the_ids_of_the_task(sessions: Sessions, tmp_path: Path) -> None:
     """Stage, partition and attempt in a record equal those of the task's context, as in Spark's structured logs."""
     spark = sessions.get("local[2]")
     log = str(tmp_path / "log")
     listeners = [structured(log), stagecrew.LoggingContext()]
     with stagecrew.crew(spark).topology("nightly", listeners=listeners):
-        spark.sparkContext.parallelize(range(3), 3).count()  # so that stage, partition and attempt differ
-        task_numbers = spark.sparkContext.parallelize(range(4), 2).mapPartitions(log_and_return_numbers).collect()
+        # After this job, the stage, partition and attempt of a task are different numbers.
+        spark.sparkContext.parallelize(range(3), 3).count()
+        task_ids = spark.sparkContext.parallelize(range(4), 2).mapPartitions(log_and_return_ids).collect()
     records = [json.loads(line) for line in Path(log).read_text().split("\n") if line]
-    assert {(one["msg"], one["level"], one["logger"]) for one in records} == {("at work", "WARNING", "job")}
-    found = sorted(tuple(one["context"][key] for key in KEYS) for one in records)
-    assert found == sorted(("nightly", *map(str, numbers)) for numbers in task_numbers)
-    assert {one["context"]["application"] for one in records} == {spark.sparkContext.applicationId}
-    assert len({numbers[2] for numbers in task_numbers}) == 2
+    assert {(record["msg"], record["level"], record["logger"]) for record in records} == {("at work", "WARNING", "job")}
+    contexts = sorted(tuple(record["context"][key] for key in KEYS) for record in records)
+    assert contexts == sorted(("nightly", *map(str, ids)) for ids in task_ids)
+    assert {record["context"]["application"] for record in records} == {spark.sparkContext.applicationId}
+    assert len({ids[2] for ids in task_ids}) == 2
 
 
-def test_a_tasks_jvm_thread_carries_the_tasks_numbers(sessions: Sessions) -> None:
-    """MdcListener sets them with the topology's name and removes them after the task."""
+def test_the_mdc_of_a_task_thread_contains_the_ids_of_the_task(sessions: Sessions) -> None:
+    """MdcListener sets the topology, stage, partition and attempt in the MDC, and removes them after the task."""
     spark = sessions.get("local[2]")
     get = [f"reflect('org.slf4j.MDC', 'get', 'stagecrew.{key}') AS {key}" for key in KEYS]
     with stagecrew.crew(spark).topology("nightly", jvm_listeners=["stagecrew.MdcListener"]) as topology:
         spark.sparkContext.parallelize(range(3), 3).count()
-        found = [tuple(row) for row in spark.range(0, 2, 1, 2).selectExpr(*get).collect()]
+        contexts = [tuple(row) for row in spark.range(0, 2, 1, 2).selectExpr(*get).collect()]
         store = spark.sparkContext._jsc.sc().statusStore()
-        stage = int(found[0][1])
+        stage = int(contexts[0][1])
         tasks = store.taskList(stage, 0, 10)
-        task_numbers = [tasks.apply(i) for i in range(tasks.size())]
-    assert sorted(found) == sorted(
-        ("nightly", str(stage), str(one.partitionId()), str(one.taskId())) for one in task_numbers
+        task_data = [tasks.apply(i) for i in range(tasks.size())]
+    assert sorted(contexts) == sorted(
+        ("nightly", str(stage), str(task.partitionId()), str(task.taskId())) for task in task_data
     )
-    assert len({one[3] for one in found}) == 2
+    assert len({context[3] for context in contexts}) == 2
     assert topology.report.jobs == 2
     after = [tuple(row) for row in spark.range(0, 4, 1, 4).selectExpr(*get).collect()]
     assert after == [("null",) * len(KEYS)] * 4

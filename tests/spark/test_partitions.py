@@ -395,15 +395,17 @@ def test_an_exit_tolerates_shuffles_that_are_already_released(spark, crew, tmp_p
 
 
 def test_invalid_arguments_are_rejected_with_their_names(spark, crew):
-    """An unknown policy, an object that is no dataset and a topology that has not started are rejected by name."""
+    """An unknown policy, an object that is not a dataset and a topology that has not started are rejected by name."""
     with pytest.raises(
-        stagecrew.errors.ConfigurationError, match="release='some' is no release policy.*'shuffles', 'all', 'none'"
+        stagecrew.errors.ConfigurationError, match="release='some' is not a release policy.*'shuffles', 'all', 'none'"
     ):
         crew.topology("t", release="some")
     topology = crew.topology("t")
     with pytest.raises(stagecrew.errors.TopologyError, match="topology.keep takes DataFrames and RDDs, not int"):
         topology.keep(7)
-    with pytest.raises(stagecrew.errors.TopologyError, match="'t' is new; keep datasets only inside its `with`"):
+    with pytest.raises(
+        stagecrew.errors.TopologyError, match="'t' is new; keep datasets only inside its `with` statement"
+    ):
         topology.keep(spark.range(3))
 
 

@@ -1,4 +1,7 @@
-"""Releases while jobs run: closing topologies, cancellation, shared stages, random moments. Every job gets its rows."""
+"""Stored partitions are released while jobs run. Every job still returns its rows.
+
+The releases come from topologies that close or are cancelled, from shared stages, and at random moments.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +39,18 @@ from support.waiting import eventually
     ],
 )
 def master(request):
-    """All masters. `make test` takes only the standalone cluster, where executors are separate processes."""
+    """All masters. `make test` uses only the standalone cluster, where executors are separate processes."""
     return request.getfixturevalue("standalone") if request.param == "standalone" else request.param
 
 
 @pytest.fixture
 def stored_before(spark, tmp_path):
-    """Files and outputs that existed before the test. They must stay."""
+    """Files and outputs that existed before the test. `stored_since` ignores them."""
     return set(shuffle_files(spark, tmp_path)), map_outputs(spark)
 
 
 def holds_for(condition, seconds=3.0):
-    """Checks that a condition holds for some seconds, longer than executors take to report."""
+    """Checks that a condition holds for some seconds. Executors report to the driver more often than that."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         assert condition()
@@ -55,22 +58,23 @@ def holds_for(condition, seconds=3.0):
 
 
 def test_a_job_that_starts_while_its_topology_closes_keeps_its_outputs(spark, crew, tmp_path, stored_before, journal):
-    """The outputs of a job that starts while its topology closes are never dropped. They belong to the application."""
+    """A job that starts while its topology closes uses old and new outputs. They are never dropped, because they now
+    belong to the application."""
     gate, path = tmp_path / "gate", journal.path
 
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
-    def slow_to_close(context):
+    def slow_closing(context):
         yield None
         Journal(path).write(event="closing")
         eventually(gate.exists, 60, "the gate")
 
-    topology = crew.topology("t", listeners=[slow_to_close()]).start()
+    topology = crew.topology("t", listeners=[slow_closing()]).start()
     old, new = summed_rdd(spark), summed_rdd(spark)
     old.collect()
-    use_datasets, found = threading.Event(), []
+    may_use_datasets, found = threading.Event(), []
 
     def use():
-        use_datasets.wait(60)
+        may_use_datasets.wait(60)
         found.extend(sorted(dataset.collect()) for dataset in (old, new))
 
     user = threading.Thread(target=topology.wrap(use))
@@ -79,7 +83,7 @@ def test_a_job_that_starts_while_its_topology_closes_keeps_its_outputs(spark, cr
     closer.start()
     try:
         eventually(lambda: journal.read(event="closing"), 60, "the topology closes")
-        use_datasets.set()
+        may_use_datasets.set()
         user.join(60)
         assert found == [EXPECTED, EXPECTED]
         kept = stored_since(spark, tmp_path, stored_before)[1]
@@ -91,15 +95,15 @@ def test_a_job_that_starts_while_its_topology_closes_keeps_its_outputs(spark, cr
     topology.close()
     assert stored_since(spark, tmp_path, stored_before)[1] == kept
     for dataset in (old, new):
-        assert run_and_count_tasks(spark, dataset.collect)[1] == 4  # the reduce stage alone
+        assert run_and_count_tasks(spark, dataset.collect)[1] == 4  # only the reduce stage ran
 
 
 def test_a_running_job_keeps_its_outputs_when_its_start_event_is_dropped(spark, crew, tmp_path, stored_before, journal):
-    """The outputs of a running job are never dropped, even if the listener bus dropped its start event.
+    """The outputs of a running job are never deleted, even if the listener bus dropped the job's start event.
 
-    The job's thread still carries the property of a topology that has ended.
+    The thread that starts the job still has the local property of a topology that has ended.
     """
-    gate, use_dataset, found = tmp_path / "gate", threading.Event(), []
+    gate, may_use_dataset, found = tmp_path / "gate", threading.Event(), []
 
     def wait(part):
         eventually(gate.exists, 60, "the gate")
@@ -108,14 +112,14 @@ def test_a_running_job_keeps_its_outputs_when_its_start_event_is_dropped(spark, 
     dataset = summed_rdd(spark).mapPartitions(wait)
 
     def use():
-        use_dataset.wait(60)
+        may_use_dataset.wait(60)
         found.append(sorted(dataset.collect()))
 
     with crew.topology("t") as topology:
         user = threading.Thread(target=topology.wrap(use))
         user.start()
     with without_spark_events(spark):
-        use_dataset.set()
+        may_use_dataset.set()
         try:
             eventually(
                 lambda: list(stored_since(spark, tmp_path, stored_before)[1].values()) == [4],
@@ -129,9 +133,11 @@ def test_a_running_job_keeps_its_outputs_when_its_start_event_is_dropped(spark, 
     assert found == [EXPECTED]
 
 
-def test_executors_that_miss_the_end_of_a_topology_learn_it_from_their_inventory(spark, crew, tmp_path, stored_before):
-    """Executors that miss the end of a topology learn it from their inventory and delete its files and table
-    entries."""
+def test_executors_that_miss_the_end_of_a_topology_delete_its_files_later(spark, crew, tmp_path, stored_before):
+    """Executors that were not notified learn that the topology has ended when they report their inventory.
+
+    Then they delete its files and table entries.
+    """
     with crew.topology("outer") as outer:
         shared = summed_rdd(spark)
         shared.collect()
@@ -148,20 +154,20 @@ def test_executors_that_miss_the_end_of_a_topology_learn_it_from_their_inventory
         )
         eventually(lambda: not [one for one in topology.partitions if one.outputs], 20, "the tables are empty")
         assert topology.report.released == 4
-        assert run_and_count_tasks(spark, shared.collect)[1] == 4  # the outer topology still uses it
+        assert run_and_count_tasks(spark, shared.collect)[1] == 4  # only the reduce stage: the shuffle was kept
         outer.close()
     assert stored_since(spark, tmp_path, stored_before) == (set(), {})
     assert sorted(dataset.collect()) == EXPECTED
 
 
 def expect_cancellation(dataset):
-    """Runs an action that must be cancelled."""
+    """Runs an action, and checks that it is cancelled."""
     with pytest.raises(Exception, match="cancel"):
         dataset.collect()
 
 
 def test_a_topology_cancelled_while_its_tasks_write_leaves_nothing(spark, crew, tmp_path, stored_before, journal):
-    """A topology that is cancelled while its tasks write leaves no file and no table entry."""
+    """Neither a file nor a table entry is left."""
 
     def slow(part):
         journal.write(event="writes")
@@ -180,13 +186,13 @@ def test_a_topology_cancelled_while_its_tasks_write_leaves_nothing(spark, crew, 
     assert not [one for one in topology.partitions if one.outputs or one.in_progress]
 
 
-@pytest.mark.parametrize("second_user", ["the application's", "a topology's"])
+@pytest.mark.parametrize("second_job_in", ["application", "topology"])
 def test_a_shared_map_stage_survives_the_cancellation_of_the_first_job(
-    spark, crew, tmp_path, stored_before, journal, second_user
+    spark, crew, tmp_path, stored_before, journal, second_job_in
 ):
-    """Two jobs share a map stage. If the first is cancelled, its topology's tasks continue to write the stage.
+    """Two jobs share a map stage. When the first job is cancelled, its tasks continue to write the stage.
 
-    The outputs are released with the second job's topology, if it has one.
+    If the second job runs in a topology, the outputs are released when that topology ends. Otherwise they are kept.
     """
     gate = tmp_path / "gate"
 
@@ -200,7 +206,7 @@ def test_a_shared_map_stage_survives_the_cancellation_of_the_first_job(
     second_rows: list[Any] = []
 
     def run_second():
-        with crew.topology("other") if second_user != "the application's" else contextlib.nullcontext():
+        with crew.topology("other") if second_job_in == "topology" else contextlib.nullcontext():
             second_rows.append(dataset.collect())
 
     status = spark.sparkContext.statusTracker()
@@ -224,11 +230,13 @@ def test_a_shared_map_stage_survives_the_cancellation_of_the_first_job(
     first_job.join(60)
     assert sorted(second_rows[0]) == EXPECTED
     assert len(journal.read(event="writes")) == 8  # no output was written twice
-    if second_user == "the application's":
+    if second_job_in == "application":
         assert list(stored_since(spark, tmp_path, stored_before)[1].values()) == [8]
     else:
         eventually(
-            lambda: stored_since(spark, tmp_path, stored_before) == (set(), {}), 30, "it is released with its last user"
+            lambda: stored_since(spark, tmp_path, stored_before) == (set(), {}),
+            30,
+            "the stage is released when its last user ends",
         )
     assert sorted(dataset.collect()) == EXPECTED
 
@@ -237,17 +245,17 @@ def test_a_shared_map_stage_survives_the_cancellation_of_the_first_job(
 def test_outputs_released_while_a_job_uses_them_are_recomputed(
     spark, crew, tmp_path, stored_before, journal, held_stage
 ):
-    """A job whose shuffle outputs are deleted while it writes or reads them does not fail.
+    """A job does not fail if its shuffle outputs are deleted while it writes or reads them.
 
-    Missing ones are recomputed.
+    Spark recomputes the missing outputs.
     """
     gate = tmp_path / "gate"
 
-    def hold_at(stage, is_held):
+    def hold_at(stage, holds):
         def wait(part):
             part = list(part)
             journal.write(event=stage, keys=len(part))
-            if held_stage == stage and is_held(part):
+            if held_stage == stage and holds(part):
                 eventually(gate.exists, 60, "the gate")
             return part
 
@@ -278,13 +286,14 @@ def test_outputs_released_while_a_job_uses_them_are_recomputed(
     assert sorted(dataset.collect()) == EXPECTED
 
 
-@pytest.mark.parametrize("released_outputs", ["its own", "a topology's"])
+@pytest.mark.parametrize("released", ["the query's outputs", "a topology's outputs"])
 def test_an_adaptive_query_survives_a_release_between_two_of_its_stages(
-    spark, crew, tmp_path, stored_before, journal, released_outputs
+    spark, crew, tmp_path, stored_before, journal, released
 ):
-    """An adaptive query gives its rows although outputs for a later stage are released while an earlier one runs.
+    """An adaptive query returns its rows although the inputs of a later stage are released while an earlier stage runs.
 
-    The outputs are the query's own, or those of a topology that ends. The plan that AQE holds gives the rows again.
+    The inputs are outputs of the query itself, or of a topology that ends. A second run of the query returns the
+    same rows.
     """
     gate = tmp_path / "gate"
 
@@ -297,7 +306,7 @@ def test_an_adaptive_query_survives_a_release_between_two_of_its_stages(
     early = spark.createDataFrame(held_rows, "k long, v long").groupBy("k").agg(f.sum("v").alias("s"))
     found: list[Any] = []
     with sql_settings(spark, {"spark.sql.autoBroadcastJoinThreshold": "-1"}):
-        if released_outputs == "its own":
+        if released == "the query's outputs":
             immediate = spark.range(0, 100, 1, 2).groupBy((f.col("id") % 5).alias("k")).agg(f.sum("id").alias("t"))
             query, count = early.join(immediate, "k").select("k", (f.col("s") + f.col("t")).alias("s")), 2
         else:
@@ -315,7 +324,7 @@ def test_an_adaptive_query_survives_a_release_between_two_of_its_stages(
                 60,
                 "the outputs are written",
             )
-            if released_outputs == "its own":
+            if released == "the query's outputs":
                 written = list(stored_since(spark, tmp_path, stored_before)[1])
                 drop(spark, crew, written)
                 delete(spark, tmp_path, written)
@@ -333,7 +342,7 @@ def test_an_adaptive_query_survives_a_release_between_two_of_its_stages(
 
 
 def two_shuffles(spark, adaptive, parts):
-    """Two datasets, the second of which shuffles the first again: DataFrames that AQE runs, or RDDs."""
+    """Returns a shuffled dataset, and one that shuffles it again: DataFrames that AQE runs, or RDDs."""
     if not adaptive:
         dataset = summed_rdd(spark, parts)
         return dataset, dataset.map(lambda kv: (kv[0] % 2, kv[1])).reduceByKey(operator.add, 2)
@@ -344,7 +353,7 @@ def two_shuffles(spark, adaptive, parts):
 def random_release(spark, crew, seed):
     """A topology writes a shuffle and ends at a random moment, while other threads use the shuffle.
 
-    One of these threads may carry the topology's property. All of them must get their rows.
+    One of these threads may run inside the topology (`topology.wrap`). All of them must get their rows.
     """
     rng = random.Random(seed)
     adaptive = seed % 2 == 1
@@ -375,7 +384,7 @@ def random_release(spark, crew, seed):
     def run():
         return rows(shuffled_once)
 
-    if rng.random() < 0.5:  # in another topology, which ends independently
+    if rng.random() < 0.5:  # the first thread runs in another topology, which ends independently
 
         def run():
             with crew.topology("other"):
@@ -410,13 +419,12 @@ def random_release(spark, crew, seed):
 
 @pytest.mark.parametrize("seeds", [10, pytest.param(240, marks=pytest.mark.long)])
 def test_releases_at_random_moments_fail_no_job(spark, crew, seeds):
-    """No job fails or gets other rows, whenever topologies release the shuffles that it works on.
+    """No job fails or returns wrong rows, at whatever moment topologies release the shuffles that the job uses.
 
     Even seeds use RDDs, odd seeds use DataFrames that AQE runs.
     """
     on_cluster = spark.sparkContext.master.startswith("spark://")
     released = [random_release(spark, crew, seed) for seed in range(seeds if on_cluster else min(seeds, 40))]
     for kind in (released[::2], released[1::2]):
-        assert sum(map(bool, kind)) >= len(kind) / 5, (
-            released
-        )  # in the other runs all outputs are in use, or nothing ran
+        # A run releases nothing if all outputs are still in use at the end, or if no job ran before it.
+        assert sum(map(bool, kind)) >= len(kind) / 5, released

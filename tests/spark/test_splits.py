@@ -186,7 +186,7 @@ def test_a_blocking_enumerator_fails_the_topology(sessions):
         with (
             pytest.raises(
                 stagecrew.errors.CoordinatorFailed,
-                match="has not given its next split within 1.8 s: it blocks, or is slow",
+                match="has not yielded its next split within 1.8 s: it blocks, or is slow",
             ),
             stagecrew.crew(spark).topology("t") as topology,
         ):

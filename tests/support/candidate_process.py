@@ -99,7 +99,7 @@ def main(url: str, path: str) -> None:
         for who, store in (("leader", leadership.store._store), ("job", open_store(url))):
             threading.Thread(target=write, args=(who, leadership.term, store), daemon=True).start()
 
-    contender = Candidate(
+    candidate = Candidate(
         lambda: open_store(url),
         on_grant,
         lambda term, reason: say("revoke", term=term, reason=reason),
@@ -107,7 +107,7 @@ def main(url: str, path: str) -> None:
     )
     say("begins")
     sys.stdin.read()
-    say("closed", ended=contender.close())
+    say("closed", ended=candidate.close())
 
 
 if __name__ == "__main__":

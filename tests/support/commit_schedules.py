@@ -94,7 +94,7 @@ def commit_that_raises(make: Make) -> None:
                 report = commit(sink, trial.commit_log, "c 1", SCHEMA, run, sleep=pauses.append)
                 assert (report.rows, report.repeated, len(pauses)) == (40, False, 1)
             else:
-                with pytest.raises(CommitPending, match="is decided, but could not be done: OSError: the network"):
+                with pytest.raises(CommitPending, match="is decided, but could not be applied: OSError: the network"):
                     commit(sink, trial.commit_log, "c 1", SCHEMA, run, sleep=pauses.append)
                 assert len(pauses) == 3
                 assert sorted(trial.visible()) == (tasks.expected if effect == "after" else [])
@@ -406,7 +406,8 @@ def first_commits_of_two_schemas(make: Callable[[int], Trial], moments: Iterable
         assert len(landed) == len(messages) == 1, (at, landed)
         assert "the dataset does not fit " in messages[0]
         assert (
-            "text is not there; name is missing" in messages[0] or "name is not there; text is missing" in messages[0]
+            "text does not exist there; name is missing" in messages[0]
+            or "name does not exist there; text is missing" in messages[0]
         )
         assert trial.leftovers() == []
         if landed == ["one"]:
@@ -510,11 +511,11 @@ def mismatched_schemas(trial: Trial, known: str = "int64") -> None:
     """
     trial.drive(Driver(), Tasks(1), "first")
     for fields, problem in (
-        ([("id", pa.int64()), ("name", pa.string())], "name is not there; text is missing"),
+        ([("id", pa.int64()), ("name", pa.string())], "name does not exist there; text is missing"),
         ([("id", pa.int64())], "text is missing"),
-        ([("id", pa.string()), ("text", pa.string())], f"id is string, there {known}"),
+        ([("id", pa.string()), ("text", pa.string())], f"id is string, expected {known}"),
     ):
-        if known or "there" not in problem.replace("not there", ""):
+        if known or "expected" not in problem:
             with pytest.raises(
                 CommitFailed, match=f"the dataset does not fit .*{problem}. Select and cast its columns"
             ):
@@ -555,7 +556,7 @@ def rename_into_existing_folder(filesystem: pyarrow.fs.FileSystem, folder: str, 
     )
     assert sorted(one.visible()) == Tasks(1).expected
     for _ in range(2):
-        with pytest.raises(CommitConflict, match="is there already"):
+        with pytest.raises(CommitConflict, match="already exists"):
             other.drive(Driver(), Tasks(3), "other")
         assert names() == []
         assert sorted(one.visible()) == Tasks(1).expected

@@ -100,7 +100,7 @@ class ModelStore:
 
     def _alive(self):
         if self.session not in self.server.live:
-            raise SessionLost(f"{self.session} is over")
+            raise SessionLost(f"{self.session} has expired")
 
     def ensure(self, *keys):
         ensure_entries(self, keys)

@@ -303,7 +303,7 @@ def process(scheduler, log, coordinators):
             (functions, "spark_partition_id", lambda: None),
             (TaskContext, "get", lambda: HERE.task),
             (evaluations, "connected", lambda _: spark.executor),
-            (evaluations, "_PAUSE", -1.0),  # messages are sent at once, and not by a thread of the gateway
+            (evaluations, "_FLUSH_DELAY", -1.0),  # messages are sent at once, and not by a thread of the gateway
             (operators, "Threads", lambda: spark.executor.threads),
             (Operator, "bound", bound_at_points),
         ]:

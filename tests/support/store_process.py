@@ -1,4 +1,4 @@
-"""A process with its own session at a store, which executes commands. Tests kill it, stop it, and race with it."""
+"""A process that opens a store and executes commands with its own session. Tests kill it, stop it, and race with it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["StoreProcess"]
 
 
 class StoreProcess:
-    """Forwards calls to the process: `process("transact", ...)` returns or raises like the store.
+    """Starts such a process and calls its store: `process("transact", ...)` returns or raises like the store's method.
 
-    An error is raised again with its class, arguments and attributes.
+    A raised error has the class, arguments and attributes of the original error.
     """
 
     def __init__(self, url: str, **environment: str) -> None:
@@ -25,8 +25,8 @@ class StoreProcess:
         self.session = self.receive()
 
     @classmethod
-    def starting(cls, url: str):
-        """Starts a process without waiting until its store is open. Its first response is its session."""
+    def start_without_waiting(cls, url: str):
+        """Starts a process without waiting until its store is open. `receive` then returns its session first."""
         process = cls.__new__(cls)
         process._start(url, {})
         return process
@@ -39,17 +39,17 @@ class StoreProcess:
         self.pid = self._process.pid
 
     def send(self, name, *arguments):
-        """Sends a command without waiting. One call of `receive` gets its response."""
+        """Sends a command without waiting. The next call of `receive` returns the response."""
         print(base64.b64encode(pickle.dumps((name, arguments))).decode(), file=self._process.stdin, flush=True)
 
     def receive(self):
         line = self._process.stdout.readline()
         assert line, f"the process has ended: {self._process.wait(10)}"
-        kind, value, attributes = pickle.loads(base64.b64decode(line))
-        if kind is None:
-            return value
-        error = kind.__new__(kind)
-        error.args = value
+        error_class, result, attributes = pickle.loads(base64.b64decode(line))
+        if error_class is None:
+            return result
+        error = error_class.__new__(error_class)
+        error.args = result
         error.__dict__.update(attributes)
         raise error
 
@@ -74,7 +74,7 @@ class StoreProcess:
 
 
 def _count(store, key, other):
-    """Writes one number to both entries in an endless loop, and prints each number that is written."""
+    """Counts up forever: writes each number to both entries in one transaction, then prints it."""
     from stagecrew.recovery.stores.contract import Replace
 
     number = store.read(key).version
@@ -84,8 +84,8 @@ def _count(store, key, other):
         print(number, flush=True)
 
 
-def _limit(store, size):
-    """Limits the size of the files of this process."""
+def _limit_file_size(store, size):
+    """Limits the size of the files that this process writes."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
@@ -94,13 +94,13 @@ def _limit(store, size):
 def main() -> None:
     from stagecrew.recovery.stores import open_store
 
-    commands = {"count": _count, "limit": _limit}
+    commands = {"count": _count, "limit_file_size": _limit_file_size}
 
     def execute(name, arguments):
         if name in commands:
             return commands[name](store, *arguments)
-        found = getattr(store, name)
-        return found(*arguments) if callable(found) else found
+        attribute = getattr(store, name)
+        return attribute(*arguments) if callable(attribute) else attribute
 
     def respond(work, *arguments):
         try:

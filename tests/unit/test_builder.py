@@ -281,7 +281,7 @@ def test_listeners_are_not_in_the_options(started):
 def test_configure_refuses_a_session(monkeypatch):
     """It says that a builder is wanted, and why."""
     with pytest.raises(
-        ConfigurationError, match=r"takes SparkSession\.builder, and this is a session, which already runs"
+        ConfigurationError, match=r"takes SparkSession\.builder, but this is a session that already runs"
     ):
         stagecrew.configure(SparkSession.__new__(SparkSession))
 
@@ -350,7 +350,7 @@ def test_a_running_context_without_the_plugin(builder, monkeypatch):
 
 
 def test_is_active_and_crew_without_a_session():
-    """An object that is no session is not active, and the error of `crew` names it."""
+    """An object that is not a session is not active, and the error of `crew` names it."""
     assert not stagecrew.is_active(None)
     assert not stagecrew.is_active(object())
     with pytest.raises(ConfigurationError, match=r"stagecrew\.crew takes a SparkSession, not NoneType"):
@@ -372,9 +372,9 @@ def test_checked_returns_its_listeners():
     [
         (Pool, r"^Pool is a class; register an instance: listeners=\[Pool\(\.\.\.\)\]"),
         (pool, r"^pool is a resource that was not called; register listeners=\[pool\(\.\.\.\)\]"),
-        ("m:orders", r"^'m:orders' is no stagecrew\.Listener; subclass Listener, or decorate a generator with"),
-        (None, r"^None is no stagecrew\.Listener"),
-        (int, r"^<class 'int'> is no stagecrew\.Listener"),
+        ("m:orders", r"^'m:orders' is not a stagecrew\.Listener; subclass Listener, or decorate a generator with"),
+        (None, r"^None is not a stagecrew\.Listener"),
+        (int, r"^<class 'int'> is not a stagecrew\.Listener"),
     ],
 )
 def test_anything_but_listeners_is_refused(wrong, text, builder):

@@ -50,7 +50,7 @@ def test_a_commit_log_reads_records_of_older_versions(tmp_path):
     assert commit_log.read("a/b") == (3, {"state": "decided"})
     assert commit_log.write("a/b", {"state": "applied"}, 3) == 4
     (tmp_path / "a%2Fb.json").rename(tmp_path / "A%2Fb.json")
-    with pytest.raises(CommitUnknown, match="A%2Fb.json is the record of commit 'a/b'. Give it another id"):
+    with pytest.raises(CommitUnknown, match="A%2Fb.json is the record of commit 'a/b'. Use another commit id"):
         commit_log.read("A/b")
 
 

@@ -19,7 +19,7 @@ from support.local_sinks import files, iceberg
 
 
 @pytest.mark.parametrize("nullable", [True, False])
-def test_a_nullable_column_for_a_required_one_is_refused(tmp_path, nullable):
+def test_a_nullable_column_is_refused_if_the_table_requires_values(tmp_path, nullable):
     """The error is raised before any task runs. A column that is never null is accepted."""
     from pyiceberg.catalog import load_catalog
 
@@ -35,7 +35,7 @@ def test_a_nullable_column_for_a_required_one_is_refused(tmp_path, nullable):
         return [sink.stage(staging, 0, 1, iter([batch]))]
 
     with (
-        pytest.raises(CommitFailed, match="id may be null, there never.*coalesce")
+        pytest.raises(CommitFailed, match="id may be null, but the table requires a value.*coalesce")
         if nullable
         else contextlib.nullcontext()
     ):
@@ -45,14 +45,14 @@ def test_a_nullable_column_for_a_required_one_is_refused(tmp_path, nullable):
 
 
 def test_a_reader_sees_no_row_before_the_catalogue_commits(tmp_path, monkeypatch):
-    """A reader looks before and after each write to the table's folder, and before the catalogue's commit."""
+    """The test reads the table before and after each write to its folder, and just before the catalogue commits."""
     from pyiceberg.catalog.sql import SqlCatalog
     from pyiceberg.io.pyarrow import PyArrowFile
 
     trial, tasks, seen = iceberg(tmp_path), Tasks(1), []
     sink = trial.make_sink()
 
-    def observed(function):
+    def reading_the_table(function):
         def call(*args, **kwargs):
             seen.append(trial.visible())
             result = function(*args, **kwargs)
@@ -66,9 +66,9 @@ def test_a_reader_sees_no_row_before_the_catalogue_commits(tmp_path, monkeypatch
 
     def run(staging):
         messages = tasks.run(trial.make_sink(), staging)
-        monkeypatch.setattr(PyArrowFile, "create", observed(PyArrowFile.create))
-        monkeypatch.setattr(SqlCatalog, "_write_metadata", staticmethod(observed(SqlCatalog._write_metadata)))
-        monkeypatch.setattr(SqlCatalog, "commit_table", observed(commit_table))
+        monkeypatch.setattr(PyArrowFile, "create", reading_the_table(PyArrowFile.create))
+        monkeypatch.setattr(SqlCatalog, "_write_metadata", staticmethod(reading_the_table(SqlCatalog._write_metadata)))
+        monkeypatch.setattr(SqlCatalog, "commit_table", reading_the_table(commit_table))
         return messages
 
     commit(sink, trial.commit_log, "c", SCHEMA, run)
@@ -78,7 +78,7 @@ def test_a_reader_sees_no_row_before_the_catalogue_commits(tmp_path, monkeypatch
 
 
 def test_a_partitioned_table_is_refused(tmp_path):
-    """No task runs, and the error names an alternative."""
+    """No task runs, and the error suggests an alternative."""
     from pyiceberg.catalog import load_catalog
 
     trial = iceberg(tmp_path)
@@ -93,7 +93,7 @@ def test_a_partitioned_table_is_refused(tmp_path):
     assert files(tmp_path / "warehouse") == [name for name in files(tmp_path / "warehouse") if "metadata" in name]
 
 
-def test_iceberg_adds_nothing_twice_if_another_driver_commits_first(tmp_path):
+def test_iceberg_adds_rows_once_if_another_driver_commits_first(tmp_path):
     """Another driver applies the same commit just before this one, so the catalogue refuses this one."""
     from pyiceberg.table import Table
 
@@ -102,89 +102,88 @@ def test_iceberg_adds_nothing_twice_if_another_driver_commits_first(tmp_path):
     do_commit = Table._do_commit
     other_drivers = []
 
-    def after_another_driver(self, *args, **kwargs):
+    def do_commit_after_another_driver(self, *args, **kwargs):
         if not other_drivers:
             other_drivers.append(1)
-            trial.make_sink().commit(*committing)
+            trial.make_sink().commit(*commit_arguments)
         return do_commit(self, *args, **kwargs)
 
     class Recording(SinkWrapper):
         """Records the arguments of `commit` for the other driver."""
 
         def commit(self, staging, messages):
-            committing[:] = staging, messages
+            commit_arguments[:] = staging, messages
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Table, "_do_commit", after_another_driver)
+                patch.setattr(Table, "_do_commit", do_commit_after_another_driver)
                 sink.commit(staging, messages)
 
-    committing = []
+    commit_arguments = []
     commit(Recording(sink), trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
     assert other_drivers
     assert sorted(trial.visible()) == tasks.expected
 
 
 def rename(sink, old, new):
-    """Renames a column, so that the table refuses the rows, or accepts them again."""
+    """Renames a column, so that the table refuses the rows; renaming it back makes the table accept them again."""
     from pyiceberg.catalog import load_catalog
 
     with load_catalog("default", **sink._properties).load_table("db.target").update_schema() as update:
         update.rename_column(old, new)
 
 
-@pytest.mark.parametrize("last", ["the other", "this one"])
-def test_iceberg_never_deletes_visible_files_on_a_refusal(tmp_path, last):
-    """The table refuses the rows of one driver and accepts those of another driver of the same commit."""
+@pytest.mark.parametrize("release_after", ["discard", "done"])
+def test_iceberg_never_deletes_visible_files_on_a_refusal(tmp_path, release_after):
+    """Two drivers apply the same commit. The table refuses the rows of one driver, and then accepts those of the other."""
     from pyiceberg.table import Table
 
     trial, tasks = iceberg(tmp_path), Tasks(1)
-    slow, entered, released, outcome = trial.make_sink(), threading.Event(), threading.Event(), []
+    other_sink, paused, released, outcome = trial.make_sink(), threading.Event(), threading.Event(), []
 
-    def run():
+    def run_other():
         """Resumes from the record and pauses just before the catalogue's commit."""
         try:
-            outcome.append(resume(slow, killed, "c", sleep=lambda _: None))
+            outcome.append(resume(other_sink, killed_log, "c", sleep=lambda _: None))
         except (CommitFailed, CommitPending) as error:
             outcome.append(error)
 
-    killed = FailingLog(trial.commit_log, CommitUnknown("it was killed"), "applied")
-    other = threading.Thread(target=run)
+    killed_log = FailingLog(trial.commit_log, CommitUnknown("the driver was killed"), "applied")
+    other = threading.Thread(target=run_other)
     do_commit = Table._do_commit
 
     def pausing_commit(self, *args, **kwargs):
-        if threading.current_thread() is other and not entered.is_set():
-            entered.set()
+        if threading.current_thread() is other and not paused.is_set():
+            paused.set()
             assert released.wait(30)
         return do_commit(self, *args, **kwargs)
 
     def start_other():
         other.start()
-        assert entered.wait(30)
-        rename(slow, "text", "other")
+        assert paused.wait(30)
+        rename(other_sink, "text", "other")
 
     def release_other():
-        rename(slow, "other", "text")
+        rename(other_sink, "other", "text")
         released.set()
         other.join(30)
 
-    # The other driver continues after this one's check whether the commit is done, or after its refused `discard`.
-    steps = {"commit": start_other}
+    class ReleasingSink(StepBefore):
+        """Lets the other driver continue after the first driver calls `done`, or after it calls `discard`."""
 
-    class Watching(StepBefore):
         def done(self, commit_id):
             is_done = self._sink.done(commit_id)
-            if entered.is_set() and last == "this one":
+            if paused.is_set() and release_after == "done":
                 release_other()
             return is_done
 
         def discard(self, staging, kept):
             self._sink.discard(staging, kept)
-            if entered.is_set() and last == "the other":
+            if paused.is_set() and release_after == "discard":
                 release_other()
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(CommitFailed):
         patch.setattr(Table, "_do_commit", pausing_commit)
         commit(
-            Watching(trial.make_sink(), **steps), trial.commit_log, "c", SCHEMA,
+            ReleasingSink(trial.make_sink(), commit=start_other), trial.commit_log, "c", SCHEMA,
             lambda staging: tasks.run(trial.make_sink(), staging), sleep=lambda _: None,
         )  # fmt: skip
     assert outcome
@@ -196,7 +195,7 @@ def test_iceberg_never_deletes_visible_files_on_a_refusal(tmp_path, last):
 
 
 def expire(trial, commit_id):
-    """Expires the snapshot of a commit after a later commit, as the table's maintenance does."""
+    """Makes a later commit and then expires the snapshot of the given one, like table maintenance."""
     from pyiceberg.catalog import load_catalog
 
     trial.drive(Driver(), Tasks(2), "later")
@@ -211,27 +210,29 @@ def expire(trial, commit_id):
     assert not trial.make_sink().done(commit_id)
 
 
-@pytest.mark.parametrize("fits", [True, False], ids=["same schema", "changed schema"])
-def test_an_iceberg_commit_is_found_done_after_its_snapshot_expired(tmp_path, fits):
-    """A driver dies after the catalogue's commit, before it writes the record. The table's own files show that the
-    commit is done."""
+@pytest.mark.parametrize("same_schema", [True, False], ids=["same schema", "changed schema"])
+def test_a_repeat_finds_an_iceberg_commit_whose_snapshot_has_expired(tmp_path, same_schema):
+    """A driver dies after the catalogue has committed and before it writes the record.
+
+    A repeat recognizes the commit by the files of the table.
+    """
     trial, make = iceberg(tmp_path), trials_in(iceberg, tmp_path)
-    dies = Driver(dies_at=moments_without_faults(make("moments_without_faults")).index("after commit") + 1)
+    dying_driver = Driver(dies_at=moments_without_faults(make("moments_without_faults")).index("after commit") + 1)
     with pytest.raises(Killed):
-        trial.drive(dies, Tasks(SEED, zombies=False), "c")
+        trial.drive(dying_driver, Tasks(SEED, zombies=False), "c")
     expire(trial, "c")
-    if not fits:
+    if not same_schema:
         rename(trial.make_sink(), "text", "other")
     assert trial.drive(Driver(), Tasks(1), "c").repeated
     assert trial.commit_log.read("c")[1]["state"] == "applied"
-    if not fits:
+    if not same_schema:
         rename(trial.make_sink(), "other", "text")
     assert sorted(trial.visible()) == sorted(Tasks(1).expected * 2)
     assert trial.leftovers() == []
 
 
 def test_abandon_keeps_the_files_of_an_expired_iceberg_snapshot(tmp_path):
-    """The commit log is an older copy and the snapshot is gone, but the table still shows the files."""
+    """The commit log is an old copy and the snapshot has expired, but the table still contains the files."""
     trial = iceberg(tmp_path)
     commit_and_restore_old_log(trial, Tasks(1))
     expire(trial, "c")
@@ -239,9 +240,9 @@ def test_abandon_keeps_the_files_of_an_expired_iceberg_snapshot(tmp_path):
     assert sorted(trial.visible()) == sorted(Tasks(1).expected * 2)
 
 
-@pytest.mark.parametrize("effect", ["before", "after"])
-def test_an_unreadable_response_of_the_catalogue_is_retried(tmp_path, monkeypatch, effect):
-    """It is not a refusal, because the outcome is unknown."""
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_an_unreadable_response_of_the_catalogue_is_retried(tmp_path, monkeypatch, is_committed):
+    """The driver does not treat it as a refusal, because the catalogue may have committed."""
     from pydantic import TypeAdapter
     from pyiceberg.catalog.sql import SqlCatalog
 
@@ -249,7 +250,7 @@ def test_an_unreadable_response_of_the_catalogue_is_retried(tmp_path, monkeypatc
 
     def unreadable(self, *args):
         monkeypatch.undo()
-        if effect == "after":
+        if is_committed:
             commit_table(self, *args)
         TypeAdapter(int).validate_json("<html>")
 
@@ -264,7 +265,7 @@ def test_an_unreadable_response_of_the_catalogue_is_retried(tmp_path, monkeypatc
 
 
 def test_a_pickled_iceberg_sink_reaches_its_catalogue(tmp_path):
-    """Another driver can use it. What tasks receive contains no credentials."""
+    """Another driver can use the pickled sink. The pickle that tasks receive contains no credentials."""
     trial, tasks = iceberg(tmp_path), Tasks(1)
     sink = trial.make_sink()
     sink._properties["token"] = "very-secret"

@@ -56,7 +56,7 @@ def test_a_commit_id_cannot_be_used_for_two_tables(tmp_path):
         database.execute('CREATE TABLE other (id INTEGER, "text" TEXT)')
     other = DatabaseSink(f"sqlite:///{tmp_path}/one/data.db", "other")
     with pytest.raises(
-        OperatorMisused, match="commit 'c' is known for <table target of sqlite> in .*data.db, not for <table other"
+        OperatorMisused, match="commit 'c' belongs to <table target of sqlite> in .*data.db, not to <table other"
     ):
         commit(other, trial.commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(other, staging))
     report = commit(other, MemoryCommitLog(), "c", SCHEMA, lambda staging: Tasks(1).run(other, staging))
@@ -125,7 +125,7 @@ def test_a_commit_id_cannot_be_used_in_two_catalogues(tmp_path):
     one, two = iceberg(tmp_path / "one"), iceberg(tmp_path / "two")
     one.drive(Driver(), Tasks(1), "c")
     two.commit_log = one.commit_log
-    with pytest.raises(OperatorMisused, match="commit 'c' is known for .*/one/catalog.db.*, not for .*/two/catalog.db"):
+    with pytest.raises(OperatorMisused, match="commit 'c' belongs to .*/one/catalog.db.*, not to .*/two/catalog.db"):
         two.drive(Driver(), Tasks(1), "c")
     assert two.visible() == []
 
@@ -144,7 +144,7 @@ def test_a_relative_path_is_resolved_in_the_working_directory(tmp_path, monkeypa
                 sqlite(tmp_path / name)
             monkeypatch.chdir(tmp_path / name)
             sink = make()
-            with pytest.raises(OperatorMisused, match="is known for") if name == "two" else contextlib.nullcontext():
+            with pytest.raises(OperatorMisused, match="belongs to") if name == "two" else contextlib.nullcontext():
                 commit(
                     sink, commit_log, type(sink).__name__, SCHEMA, lambda staging, sink=sink: tasks.run(sink, staging)
                 )
@@ -165,6 +165,6 @@ def test_a_commit_id_cannot_be_used_for_two_sinks_without_identity(tmp_path):
     commit(one, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(one, staging))
     assert commit(one, commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
     with pytest.raises(
-        OperatorMisused, match="commit 'c' is done, but not in this sink: give each sink ids of its own"
+        OperatorMisused, match="commit 'c' is done, but not in this sink: use different commit ids for different sinks"
     ):
         commit(two, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(two, staging))

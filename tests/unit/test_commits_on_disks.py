@@ -172,5 +172,5 @@ def test_a_commit_log_on_a_read_only_disk_fails_the_commit(tmp_path, disk):
     assert trial.drive(Driver(), tasks, "c").repeated
     with pytest.raises(CommitFailed, match="record of commit 'd' could not be written.*Read-only file system"):
         commit(trial.make_sink(), trial.commit_log, "d", SCHEMA, lambda staging: 1 / 0)
-    with pytest.raises(CommitFailed, match="the folder of the commit log cannot be made.*Read-only file system"):
+    with pytest.raises(CommitFailed, match="the folder of the commit log cannot be created.*Read-only file system"):
         FileCommitLog(disk / "below")

@@ -73,7 +73,8 @@ def test_a_first_commit_fails_while_another_one_with_another_schema_runs(make, t
 
     def run(staging):
         with pytest.raises(
-            CommitFailed, match="does not fit commit 'one', which is about to make .*: text is missing. Select and cast"
+            CommitFailed,
+            match="does not fit commit 'one', which is about to create .*: text is missing. Select and cast",
         ):
             commit(trial.make_sink(), trial.commit_log, "other", other_schema, lambda staging: [])
         raise ValueError("given up")
@@ -93,7 +94,7 @@ def test_rows_that_the_table_refuses_are_a_conflict(tmp_path):
         database.commit()
     sink, commit_log = DatabaseSink(f"sqlite:///{path}", "target"), MemoryCommitLog()
     for _ in range(2):
-        with pytest.raises(CommitConflict, match="does not take the rows: IntegrityError"):
+        with pytest.raises(CommitConflict, match="refuses the rows: IntegrityError"):
             commit(sink, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging))
     with contextlib.closing(sqlite3.connect(path)) as database:
         assert database.execute("SELECT count(*) FROM target").fetchone() == (1,)

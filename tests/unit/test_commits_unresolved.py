@@ -25,7 +25,7 @@ def test_a_refusal_with_an_unknown_outcome_deletes_nothing(trial):
     """It may not have been written, so the staged rows stay: another driver may complete the commit."""
     tasks = Tasks(1)
 
-    commit_log = FailingLog(trial.commit_log, CommitUnknown("no answer"), "refused")
+    commit_log = FailingLog(trial.commit_log, CommitUnknown("no response"), "refused")
     with pytest.raises(CommitUnknown):
         commit(
             RefusingSink(trial.make_sink()),
@@ -135,14 +135,14 @@ def test_a_conflict_is_pending_if_the_sink_becomes_unreachable(tmp_path):
     class Unreachable(SinkWrapper):
         def commit(self, staging, messages):
             decided.append(1)
-            raise CommitConflict("is there already")
+            raise CommitConflict("already exists")
 
         def done(self, commit_id):
             if decided:
                 raise CommitFailed("the server is gone")
             return reachable.done(commit_id)
 
-    with pytest.raises(CommitPending, match="the sink does not say whether it is done: the server is gone"):
+    with pytest.raises(CommitPending, match="the sink could not report whether it is visible: the server is gone"):
         commit(Unreachable(reachable), trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(reachable, staging))
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
@@ -198,9 +198,10 @@ def test_a_failed_cleanup_is_logged(tmp_path, caplog, succeeds):
         commit(FailingDiscard(trial.make_sink(), 9), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
     assert trial.leftovers() == [f"stagecrew_stage_{runs[0]}"]
     [warning] = [record.message for record in caplog.records if "could not be deleted" in record.message]
-    assert f"commit 'c' has staged for <table target of sqlite> in {tmp_path}" in warning
+    assert "commit 'c'" in warning
+    assert f"has staged for <table target of sqlite> in {tmp_path}" in warning
     assert runs[0] in warning
-    assert ("delete them when the sink is back" in warning) is not succeeds
+    assert ("delete them when the sink is available again" in warning) is not succeeds
     trial.drive(Driver(), Tasks(1), "c")
     assert sorted(trial.visible()) == tasks.expected
     assert trial.leftovers() == []
@@ -210,7 +211,7 @@ def test_cleanup_is_not_retried_after_a_long_call(tmp_path, monkeypatch):
     """A host that does not respond would delay the driver again."""
     trial, pauses = sqlite(tmp_path), []
     sink = FailingDiscard(trial.make_sink(), 9)
-    monkeypatch.setattr(stagecrew.operators.commit_rollforward, "_BRIEF", -1.0)
+    monkeypatch.setattr(stagecrew.operators.commit_rollforward, "_RETRY_LIMIT", -1.0)
 
     def run(staging):
         return Tasks(1).run(trial.make_sink(), staging)

@@ -30,7 +30,7 @@ def test_durations_are_parsed_as_in_spark(text, seconds):
 def test_an_invalid_duration_is_refused(text):
     """The error quotes the text and shows the right form."""
     with pytest.raises(
-        ConfigurationError, match=r"is no duration; write a number with a unit \(ms, s, m, h, d\)"
+        ConfigurationError, match=r"is not a duration; write a number with a unit \(ms, s, m, h, d\)"
     ) as raised:
         parse_seconds(text)
     assert repr(text) in str(raised.value)
@@ -51,7 +51,7 @@ def test_sizes_are_parsed_as_in_spark(text, size):
 @pytest.mark.parametrize("text", ["", "m", "-1m", "1.5m", "64 megabytes", "64mm", "1m1m", "many"])
 def test_an_invalid_size_is_refused(text):
     """The error quotes the text and shows the right form."""
-    with pytest.raises(ConfigurationError, match=r"is no size; write a number with a unit \(k, m, g\)") as raised:
+    with pytest.raises(ConfigurationError, match=r"is not a size; write a number with a unit \(k, m, g\)") as raised:
         parse_bytes(text)
     assert repr(text) in str(raised.value)
 

@@ -353,7 +353,7 @@ class SlowSession(ModelStore):
 
 
 class Process(Candidate):
-    """A contender whose threads are replaced by calls of the test."""
+    """A candidate whose threads are replaced by calls of the test."""
 
     def __init__(self, world):
         self.world, self.client, self.notified, self.asking = world, None, None, False
@@ -364,7 +364,7 @@ class Process(Candidate):
         pass
 
     def turn(self):
-        """Makes one request. Closes the session as soon as the contender may."""
+        """Makes one request. Closes the session as soon as the candidate may."""
         if self.asking:
             return  # called during its own request
         self.asking = True
@@ -409,7 +409,7 @@ class Process(Candidate):
 
 
 class World(RuleBasedStateMachine):
-    """Contenders on one store. Anything may happen before and after each transaction, and it may be delayed."""
+    """Candidates on one store. Anything may happen before and after each transaction, and it may be delayed."""
 
     timely = False
 
@@ -649,7 +649,7 @@ def test_a_late_leader_cannot_remove_a_resubmitted_job(session):
     assert not leadership.valid
     first.notify()
     assert first.calls == []  # it ended before its callbacks were called
-    with pytest.raises(LeadershipLost, match="does not lead in term 1 any more: session-1 is over"):
+    with pytest.raises(LeadershipLost, match="does not lead in term 1 any more: session-1 has expired"):
         leadership.check()
     for _ in range(3):
         first.turn()

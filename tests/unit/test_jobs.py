@@ -1,4 +1,4 @@
-"""Jobs without Spark: their states, their records and their specs."""
+"""Jobs without Spark: their states, records, specs and results."""
 
 import dataclasses
 import itertools
@@ -17,22 +17,25 @@ SUBMITTED = JobRecord(digest="d", max_attempts=2, submitted=1.0)
 
 CHANGES = {
     "start": lambda record: record.started(),
-    "cancel": lambda record: record.ending(JobState.CANCELLED, "asked for"),
-    "give up": lambda record: record.ending(JobState.FAILED, "lost"),
+    "start to cancel": lambda record: record.ending(JobState.CANCELLED, "requested"),
+    "start to fail": lambda record: record.ending(JobState.FAILED, "lost"),
     "succeed": lambda record: record.finished(JobState.SUCCEEDED, "", 2.0),
-    "fail": lambda record: record.finished(JobState.FAILED, "why", 2.0),
-    "be cancelled": lambda record: record.finished(JobState.CANCELLED, "why", 2.0),
-    "clean": lambda record: record.cleaned(),
+    "fail": lambda record: record.finished(JobState.FAILED, "reason", 2.0),
+    "be cancelled": lambda record: record.finished(JobState.CANCELLED, "reason", 2.0),
+    "clean up": lambda record: record.cleaned(),
 }
 
 
 def test_a_job_never_runs_after_its_end():
-    """All 137,256 orders of up to six changes: an end is final, runs are limited, and only ended jobs are clean."""
+    """Tries all 137,256 sequences of up to six changes.
+
+    An ended job stays ended, the number of runs is limited, and only ended jobs are cleaned up.
+    """
     refused = accepted = 0
     for length in range(1, 7):
-        for order in itertools.product(CHANGES, repeat=length):
+        for sequence in itertools.product(CHANGES, repeat=length):
             record = SUBMITTED
-            for name in order:
+            for name in sequence:
                 try:
                     after = CHANGES[name](record)
                 except JobError:
@@ -53,8 +56,8 @@ def test_a_job_never_runs_after_its_end():
 
 
 def test_an_ending_job_ends_in_the_state_that_was_decided():
-    """A job that is being cancelled can neither succeed nor fail, and one that was given up is not cancelled."""
-    cancelled, lost = CHANGES["cancel"](SUBMITTED.started()), CHANGES["give up"](SUBMITTED.started())
+    """A job that is being cancelled can neither succeed nor fail. A job that is about to fail can only fail."""
+    cancelled, lost = CHANGES["start to cancel"](SUBMITTED.started()), CHANGES["start to fail"](SUBMITTED.started())
     assert CHANGES["be cancelled"](cancelled).state is JobState.CANCELLED
     assert CHANGES["fail"](lost).state is JobState.FAILED
     for record, change in ((cancelled, "succeed"), (cancelled, "fail"), (lost, "be cancelled"), (lost, "succeed")):
@@ -63,11 +66,11 @@ def test_an_ending_job_ends_in_the_state_that_was_decided():
 
 
 def test_a_record_is_the_same_after_serialization():
-    """This holds in each state. The bytes of two writes differ."""
+    """This holds in each state. Two serializations of one record have different bytes."""
     for record in (
         SUBMITTED,
         SUBMITTED.started(),
-        CHANGES["cancel"](SUBMITTED),
+        CHANGES["start to cancel"](SUBMITTED),
         CHANGES["fail"](SUBMITTED.started()).cleaned(),
     ):
         assert JobRecord.from_bytes(record.to_bytes()) == record
@@ -86,7 +89,7 @@ def test_a_record_is_the_same_after_serialization():
     ],
 )
 def test_invalid_record_bytes_are_unreadable(data):
-    """No other exception is raised."""
+    """`from_bytes` raises only `RecordUnreadable`."""
     with pytest.raises(RecordUnreadable):
         JobRecord.from_bytes(data)
 
@@ -98,7 +101,7 @@ def test_a_record_of_a_newer_format_is_refused():
 
 
 def test_the_digest_depends_on_the_content_of_a_job(tmp_path):
-    """Equal jobs have equal digests. Another argument, option or byte of a file changes them."""
+    """Equal jobs have equal digests. A different argument, option or byte of a file changes the digests."""
     module = tmp_path / "etl.py"
     module.write_text("def load(day):\n    return day\n")
     spec = JobSpec.of_function("etl:load", {"day": "1"}, {"spark.x": "1"}, [module])
@@ -114,7 +117,8 @@ def test_the_digest_depends_on_the_content_of_a_job(tmp_path):
     assert len({*spec.digests, *(digest for other in others for digest in other.digests)}) == 10
 
 
-#: Prints the digest of a job in a process with its own hash seed, in which equal strings may be one object or two.
+#: Prints the digest of a job. Each process has another hash seed. With argument 1, the two strings "abc" are different
+#: objects.
 PRINT_DIGEST = """if True:
     import datetime, decimal, pathlib, sys
     from stagecrew.recovery.jobs.spec import JobSpec
@@ -146,7 +150,7 @@ def test_equal_jobs_have_equal_digests_in_other_processes():
 
 
 def test_different_arguments_make_different_jobs():
-    """Arguments differ in value, type or name."""
+    """Two calls differ if an argument has another value, type or name."""
     different = [
         {"s": {1, 2}}, {"s": {1, 3}}, {"s": frozenset({1, 2})}, {"s": [1, 2]}, {"s": (1, 2)}, {"s": "1"}, {"s": b"1"},
         {"s": 1},
@@ -167,14 +171,15 @@ def test_different_arguments_make_different_jobs():
     ],
 )
 def test_invalid_spec_bytes_are_unreadable(change):
-    """No other exception is raised."""
+    """`from_bytes` raises only `RecordUnreadable`."""
     spec = JobSpec("etl:load", b"", {}, {"etl.py": b"x = 1"})
     with pytest.raises(RecordUnreadable):
         JobSpec.from_bytes(change(spec.to_bytes()))
 
 
 def test_the_module_of_a_function_is_part_of_the_job(tmp_path, monkeypatch):
-    """A single file on the path is added to the job's files. An installed module is not, and a package is refused."""
+    """If the module is a single file on the path, the file is added to the job. An installed module is not added, and a
+    package is refused."""
     (tmp_path / "nightly_etl.py").write_text("def load():\n    return 1\n")
     (tmp_path / "nightly_package").mkdir()
     (tmp_path / "nightly_package" / "__init__.py").write_text("def load(): pass\n")
@@ -193,7 +198,7 @@ def test_the_module_of_a_function_is_part_of_the_job(tmp_path, monkeypatch):
 
 
 def test_invalid_jobs_are_refused(tmp_path):
-    """Nothing is stored, and each message says what to write."""
+    """Each message says what is wrong."""
     script = tmp_path / "job.py"
     script.write_text("print(1")
     other = tmp_path / "other"

@@ -1,4 +1,4 @@
-"""Processes of a job die or lose a reply before and after each write of its history. Also some known schedules."""
+"""Processes of a job die, or lose a reply, before or after each write to the store. Also some particular schedules."""
 
 import contextlib
 import itertools
@@ -29,10 +29,12 @@ SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
 
 
 class FaultAt:
-    """One fault at one moment of one transaction.
+    """Injects one fault before or after the transaction with the given number.
 
-    "killed": the writing process ends. "lost": its reply is lost. "session" and "term": its reply is lost, and its
-    session ends, or the store has another leader.
+    - "killed": the process that writes is killed.
+    - "lost": the reply is lost.
+    - "session": the reply is lost, and the session of the process expires.
+    - "term": the reply is lost, and the store gets another leader.
     """
 
     def __init__(self, world, number, moment, fault):
@@ -63,7 +65,7 @@ def new_jobs(world):
 
 
 def run_job(world, cancel):
-    """Submits, runs and cleans one job. With `cancel` it is cancelled while it waits after its first run."""
+    """Submits, runs and cleans up one job. With `cancel`, the job is cancelled after the driver's first turn."""
     try:
         new_jobs(world).submit(SPEC, "job-0")
     except (Killed, StagecrewError):
@@ -87,8 +89,8 @@ def run_job(world, cancel):
     ("moment", "fault"),
     [(moment, fault) for fault in ("killed", "lost", "session", "term") for moment in ("before", "after")],
 )
-def test_a_fault_at_each_write(moment, fault, cancel):
-    """After a fault at any one write of a job's life the store is consistent, and another driver ends the job."""
+def test_a_job_survives_a_fault_at_each_write(moment, fault, cancel):
+    """After one fault at any write the store is consistent, and another driver finishes the job."""
     reached = 0
     for number in itertools.count(1):
         world = World(0, jobs=1, faults=0)
@@ -112,7 +114,7 @@ def new_leader(world):
 
 
 def test_a_late_leader_cannot_remove_a_job_that_its_successor_recovers():
-    """Leader 1 has not noticed that it lost leadership. It changes nothing, and the job ends once."""
+    """Leader 1 has not noticed that it lost its leadership. It changes nothing, and the job ends only once."""
     world = World(1, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     first = new_leader(world)
@@ -121,13 +123,13 @@ def test_a_late_leader_cannot_remove_a_job_that_its_successor_recovers():
     assert first.jobs.read("job-0")[0].state == "succeeded"
     successors = []
 
-    def meanwhile(session, operations, moment):
+    def replace_leader(session, operations, moment):
         if not successors:  # the store gives the term to another process without notifying leader 1
             world.server.entries.pop("leader/holder")
             successors.append(None)
             successors[0] = new_leader(world)
 
-    world.server.fault = meanwhile
+    world.server.fault = replace_leader
     with pytest.raises(LeadershipLost):
         first.jobs.clean_up("job-0")
     [second] = successors
@@ -137,8 +139,8 @@ def test_a_late_leader_cannot_remove_a_job_that_its_successor_recovers():
     assert_final_state(world, second.jobs)
 
 
-def test_a_run_of_a_replaced_leader_decides_nothing():
-    """It does not finish its job either, even if its own session is alive."""
+def test_a_run_of_a_replaced_leader_executes_no_step():
+    """The run ends as lost, although its own session is alive. A later run finishes the job."""
     world = World(2, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     new_leader(world)
@@ -152,8 +154,8 @@ def test_a_run_of_a_replaced_leader_decides_nothing():
     assert jobs.read("job-0")[0].run > 1
 
 
-def test_a_leader_that_is_replaced_while_it_prepares_a_run_starts_none(tmp_path):
-    """It does not count the run, and deletes the files that it has written for it."""
+def test_a_leader_that_is_replaced_while_it_prepares_a_run_does_not_start_it(tmp_path):
+    """The old leader does not count the run, and deletes the files that it prepared for it."""
     world = World(4, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     files = tmp_path / "run"
@@ -175,8 +177,8 @@ def test_a_leader_that_is_replaced_while_it_prepares_a_run_starts_none(tmp_path)
     assert world.final_states == {("job-0", 0): "succeeded"}
 
 
-def test_a_decided_commit_is_applied_before_a_cancel():
-    """The job is cancelled after the decision. The job becomes cancelled only after its commit is applied."""
+def test_a_decided_commit_is_applied_before_the_job_is_cancelled():
+    """A user cancels the job after a commit was decided. The job becomes "cancelled" after this commit is applied."""
     world = World(3, jobs=1, faults=0)
     world.sink.visible.clear()
     real = world.sink.commit
@@ -204,11 +206,15 @@ def test_a_decided_commit_is_applied_before_a_cancel():
 
 @pytest.mark.parametrize("next_error", [StoreUnavailable, SessionLost, StoreRefused])
 def test_a_submit_with_a_lost_reply_has_an_unknown_outcome(next_error):
-    """This holds whatever the retry raises. The error names the id, and submitting with it returns the stored job.
-    Without a lost reply nothing is stored, and the retry's own error is raised."""
-    for answered in (True, False):
+    """The reply of the first try is lost, and the retry raises any other error.
+
+    The raised error names the id of the job, and a submit with this id returns the stored job.
+
+    If no reply is lost, nothing is stored, and the submit raises the error of the retry.
+    """
+    for reply_lost in (False, True):
         world = World(11, jobs=1, faults=0)
-        faults = ["before", "before"] if answered else ["after", "before", "before"]
+        faults = ["after", "before", "before"] if reply_lost else ["before", "before"]
 
         def fault(session, operations, moment, faults=faults):
             if faults[:1] == [moment] and any(
@@ -222,11 +228,11 @@ def test_a_submit_with_a_lost_reply_has_an_unknown_outcome(next_error):
                 )
 
         world.server.fault = fault
-        with pytest.raises(next_error if answered else PossiblyInconsistentError) as raised:
+        with pytest.raises(PossiblyInconsistentError if reply_lost else next_error) as raised:
             new_jobs(world).submit(SPEC)
         world.server.fault = lambda *_: None
         jobs = new_jobs(world)
-        if answered:
+        if not reply_lost:
             assert jobs.names() == []
             assert world.states() == set()
             continue
@@ -236,8 +242,8 @@ def test_a_submit_with_a_lost_reply_has_an_unknown_outcome(next_error):
         assert jobs.names() == [job]
 
 
-def test_the_first_of_a_cancel_and_an_end_wins():
-    """The later write changes nothing."""
+def test_a_cancel_after_the_end_of_a_job_changes_nothing():
+    """The job has succeeded. The leader cannot start to cancel it, and a user who cancels it gets "succeeded"."""
     world = World(4, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     driver = new_leader(world)
@@ -246,17 +252,17 @@ def test_the_first_of_a_cancel_and_an_end_wins():
     with pytest.raises(StagecrewError):
         driver.jobs.start_ending("job-0", known, JobState.CANCELLED, "late")
     assert new_jobs(world).cancel("job-0") == "succeeded"
-    world.processes[0].act()  # it finds that its job has ended
+    world.processes[0].act()  # the process notices that its job has ended
     assert world.processes[0].code == 75
-    for _ in range(2):  # the leader checks a lost run again after a pause
+    for _ in range(2):  # the leader checks a lost run again after a while
         driver.act()
         world.clock += 60
     assert driver.jobs.read("job-0")[0].clean
     assert driver.jobs.result("job-0").value() == 1
 
 
-def test_a_job_can_be_submitted_again_at_each_write_of_its_end():
-    """The same content is the same job. Other content is refused each time and never runs."""
+def test_a_job_can_be_submitted_again_at_each_write():
+    """A submit with the same content returns the same job. Other content with this id is refused and never runs."""
     world = World(5, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     ids = []
@@ -283,7 +289,10 @@ def test_a_job_can_be_submitted_again_at_each_write_of_its_end():
 
 @pytest.mark.parametrize("damage", ["record", "state", "deleted"])
 def test_one_unreadable_job_does_not_stop_the_others(damage):
-    """A job with a corrupt, truncated or deleted record or state is named, kept and not run. The other jobs end."""
+    """A job whose record or state is corrupt, truncated or deleted is kept but does not run. The error names the job.
+
+    The other jobs end.
+    """
     world = World(6, jobs=1, faults=0)
     before = world.states()
     new_jobs(world).submit(JobSpec("bad.py", (), {}, {}, b"", 50), "bad")
@@ -305,8 +314,8 @@ def test_one_unreadable_job_does_not_stop_the_others(damage):
 
 @pytest.mark.parametrize("damaged", ["specs", "steps", "commits"])
 def test_a_job_whose_state_becomes_corrupt_is_kept(damaged):
-    """The next run cannot read a state of the last run. The job does not end, however often the leader checks it, and
-    other jobs do. When the state is restored, the job continues where it was."""
+    """The next run cannot read a state of the last run. The job does not end, however often the leader checks it. Other
+    jobs end. After the state is restored, the job continues from its finished steps."""
     world = World(12, jobs=1, faults=0)
     new_jobs(world).submit(JobSpec("bad.py", (), {}, {}, b"", 3), "bad")
     driver = new_leader(world)
@@ -348,7 +357,7 @@ def test_a_job_whose_state_becomes_corrupt_is_kept(damaged):
 
 
 def test_an_unreadable_job_can_be_cancelled():
-    """A job whose state is deleted ends without its files when it is cancelled."""
+    """The state files of a job are deleted. The job can still be cancelled, and then ends."""
     world = World(7, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     for state in world.states():
@@ -360,7 +369,7 @@ def test_an_unreadable_job_can_be_cancelled():
 
 @pytest.mark.parametrize("part", ["steps", "commits", "results"])
 def test_a_job_waits_while_the_storage_is_full(part, monkeypatch):
-    """A step, a commit and the end of a job are retried until there is room, so the job ends in its first run."""
+    """A step, a commit and the end of a job are retried until the storage has space. The job ends in its first run."""
     world, failures = World(9, jobs=1, faults=0), [3]
     new_jobs(world).submit(SPEC, "job-0")
     real = StateStorage.write
@@ -384,7 +393,7 @@ def test_a_job_waits_while_the_storage_is_full(part, monkeypatch):
 @pytest.mark.parametrize("key", ["jobs/job-0/steps/", "jobs/job-0/commits/", "jobs/job-0/claim", "results/job-0"])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_write_is_repeated_after_a_lost_or_refused_request(key, moment):
-    """It is done once, and the job ends in its first run."""
+    """The write takes effect once, and the job ends in its first run."""
     world = World(10, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     new_leader(world)
@@ -395,11 +404,11 @@ def test_a_write_is_repeated_after_a_lost_or_refused_request(key, moment):
         else [PossiblyInconsistentError("lost")]
     )
 
-    def fault(session, operations, now):
+    def fault(session, operations, current_moment):
         written = [operation.key for operation in operations if not isinstance(operation, Check)]
         if (
             errors
-            and now == moment
+            and current_moment == moment
             and any(name.startswith(key) for name in written)
             and "jobs/job-0/process" not in written
         ):
@@ -414,11 +423,14 @@ def test_a_write_is_repeated_after_a_lost_or_refused_request(key, moment):
 
 
 def test_a_submit_to_a_full_storage_stores_nothing(monkeypatch):
-    """The error says that there is no space. When there is room again, the submit works."""
+    """The error says that no space is left. When the storage has space again, the submit works."""
     world = World(8, jobs=1, faults=0)
-    full = lambda *_: (_ for _ in ()).throw(StateStorageError("no space left on device"))  # noqa: E731
+
+    def raise_full(*_):
+        raise StateStorageError("no space left on device")
+
     with monkeypatch.context() as patch, pytest.raises(StateStorageError, match="no space"):
-        patch.setattr(StateStorage, "write", full)
+        patch.setattr(StateStorage, "write", raise_full)
         new_jobs(world).submit(SPEC, "job-0")
     assert new_jobs(world).names() == []
     assert_final_state(world, world.settle())

@@ -1,4 +1,4 @@
-"""Jobs under Hypothesis's schedules of three contenders, their runs, submitters and the store."""
+"""Jobs under Hypothesis's schedules of three candidates, their runs, submitters and the store."""
 
 import collections
 import contextlib
@@ -49,7 +49,7 @@ SCRIPT = st.lists(
 )
 
 
-class Contender(SimDriver):
+class Candidate(SimDriver):
     """A driver that learns the store's decisions some time later, or never."""
 
     def __init__(self, world):
@@ -77,7 +77,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.world = World(0, jobs=JOBS, faults=0)
         self.world.server.fault = self.run_script
-        self.world.drivers += [Contender(self.world) for _ in range(3)]
+        self.world.drivers += [Candidate(self.world) for _ in range(3)]
         self.script, self.count, self.depth = [], collections.Counter(), 0
 
     @initialize(jobs=st.sampled_from([JOBS, 2, 0]), leads=st.booleans())
@@ -88,11 +88,11 @@ class Machine(RuleBasedStateMachine):
         if leads:
             self.lead(0)
 
-    def contender(self, index):
-        contender = self.world.drivers[index]
-        if contender.dead and not contender.busy:
-            contender = self.world.drivers[index] = Contender(self.world)
-        return contender
+    def candidate(self, index):
+        candidate = self.world.drivers[index]
+        if candidate.dead and not candidate.busy:
+            candidate = self.world.drivers[index] = Candidate(self.world)
+        return candidate
 
     def run_script(self, session, operations, moment):
         if self.depth:
@@ -148,7 +148,7 @@ class Machine(RuleBasedStateMachine):
             self.script = []
 
     def client(self, action):
-        """Runs an action in a session that is not a contender's."""
+        """Runs an action in a session that is not a candidate's."""
         with self.world.acting_as(None):
             session = self.world.server.session()
             with contextlib.suppress(StagecrewError):
@@ -167,7 +167,7 @@ class Machine(RuleBasedStateMachine):
 
     def lead(self, index):
         for action in ("campaign", "is granted", "reconcile"):
-            self.contender(index).perform(action)
+            self.candidate(index).perform(action)
 
     def run_process(self, index):
         living = [process for process in self.world.processes if not process.busy and not process.dead]
@@ -183,8 +183,8 @@ class Machine(RuleBasedStateMachine):
         self.with_script(script, lambda: self.cancel(job))
 
     @rule(index=INDEX, script=SCRIPT)
-    def a_contender_campaigns(self, index, script):
-        self.with_script(script, lambda: self.contender(index).perform("campaign"))
+    def a_candidate_campaigns(self, index, script):
+        self.with_script(script, lambda: self.candidate(index).perform("campaign"))
 
     @rule(index=INDEX, script=SCRIPT)
     def another_process_runs(self, index, script):
@@ -192,16 +192,16 @@ class Machine(RuleBasedStateMachine):
         self.a_process_runs(index, script)
 
     @rule(index=INDEX)
-    def a_contender_is_granted_leadership(self, index):
-        self.contender(index).perform("is granted")
+    def a_candidate_is_granted_leadership(self, index):
+        self.candidate(index).perform("is granted")
 
     @rule(index=INDEX, script=SCRIPT, seconds=st.sampled_from([0.0, 1.0, 60.0]))
     def a_leader_reconciles_its_jobs(self, index, script, seconds):
         self.world.clock += seconds
-        self.with_script(script, lambda: self.contender(index).perform("reconcile"))
+        self.with_script(script, lambda: self.candidate(index).perform("reconcile"))
 
     @rule(index=INDEX, script=SCRIPT, seconds=st.sampled_from([0.0, 1.0, 60.0]))
-    def a_contender_leads(self, index, script, seconds):
+    def a_candidate_leads(self, index, script, seconds):
         """It campaigns, is granted leadership and reconciles at once, as usual."""
         self.world.clock += seconds
         self.with_script(script, lambda: self.lead(index))
@@ -223,11 +223,11 @@ class Machine(RuleBasedStateMachine):
         self.world.server.entries.pop(HOLDER, None)
 
     @rule(index=INDEX)
-    def a_contender_notices_lost_leadership(self, index):
-        contender = self.contender(index)
-        if contender.reconciler is not None:
-            contender.reconciler.stop()
-        contender.die()
+    def a_candidate_notices_lost_leadership(self, index):
+        candidate = self.candidate(index)
+        if candidate.reconciler is not None:
+            candidate.reconciler.stop()
+        candidate.die()
 
     @rule(index=st.integers(0, 5), process=st.booleans())
     def a_process_dies(self, index, process):

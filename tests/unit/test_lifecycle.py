@@ -418,7 +418,7 @@ def test_a_new_description_enables_disabled_listeners():
 
 
 def test_a_kill_during_open_disables_no_listener():
-    """`TaskKilled` is no failure of the listener: the listener is closed, the task ends, and a later task opens it."""
+    """`TaskKilled` is not a failure of the listener: the listener is closed, the task ends, and a later task opens it."""
     lifecycle, hooks = machine(topology("a", optional(Plain())))
     hooks.plan = {("open", "a", 0): TaskKilled("SIGTERM")}
     with pytest.raises(TaskKilled):

@@ -23,7 +23,7 @@ from stagecrew import Lifetime, Listener, ListenerContext, LoggingContext, Resou
 from stagecrew.errors import ConfigurationError, ResourceNotOpen
 from stagecrew.listeners.identity import Identity, Registration
 from stagecrew.listeners.listener import decorates, listener_name
-from stagecrew.listeners.not_open import NotRegisteredError, explained
+from stagecrew.listeners.not_open import NotRegisteredError, explain
 from stagecrew.listeners.not_open import Task as TaskOf
 from stagecrew.listeners.resolution import resolving
 from stagecrew.listeners.resource import opened_value, registering
@@ -513,14 +513,14 @@ def test_get_outside_of_a_task():
         pool("a").get()
     assert str(never.value) == (
         "listener 'pool' is not open here: get() was called outside of a task, and listeners are only open in tasks. Call it in "
-        "a function that a task runs; a function given to foreachBatch runs on the driver. In a test, use "
+        "a function that a task runs. A function for foreachBatch runs on the driver. In a test, use "
         "`with stagecrew.testing.opened(pool, value=...)`."
     )
 
 
 ENRICH = Registration("topology 'enrich'", "enrich-1")
-THREAD = "it was registered for topology 'enrich', and the action ran in a thread outside of that"
-AFTER = "it was registered for topology 'enrich', and the action ran after that had closed"
+THREAD = "it was registered for topology 'enrich', and the action ran in a thread outside of this topology"
+AFTER = "it was registered for topology 'enrich', and the action ran after this topology had closed"
 INNER = NotRegisteredError(["inner", "outer", "application"], ["orders", "planes"])
 
 
@@ -529,18 +529,18 @@ INNER = NotRegisteredError(["inner", "outer", "application"], ["orders", "planes
     [
         ([], TaskOf(), None, "this task belongs to no topology.", "Run the action inside `with crew.topology("),
         ([], TaskOf(), NotRegisteredError(["application"], ["a"]), "belongs to no topology (it has: 'a')", "configure(builder"),
-        ([], TaskOf(left=("my-run-2",)), None, "was in topology 'my-run', which has closed", "topology.keep(dataset)"),
+        ([], TaskOf(closed=("my-run-2",)), None, "was in topology 'my-run', which has closed", "topology.keep(dataset)"),
         ([], TaskOf("t-1"), INNER, "this task runs in topology 'inner' inside 'outer', which does not have it", "topology('inner',"),
         ([], TaskOf("t-1"), INNER, "(it has: 'orders', 'planes')", "listeners=[pool]"),
         ([ENRICH], TaskOf("t-1"), INNER, "it was registered for topology 'enrich'", "Register it there"),
         ([ENRICH], TaskOf(), None, THREAD, "topology.wrap(f)"),
-        ([ENRICH], TaskOf(left=("other-1",)), None, THREAD, "topology.wrap(f)"),
+        ([ENRICH], TaskOf(closed=("other-1",)), None, THREAD, "topology.wrap(f)"),
         ([ENRICH], TaskOf(), NotRegisteredError(["application"], ["a"]), THREAD, "topology.wrap(f)"),
         ([], TaskOf(), NotRegisteredError([], [], "", ["enrich"]), THREAD, "topology.wrap(f)"),
         ([ENRICH._replace(ended=True)], TaskOf(), None, AFTER, "Run the action inside `with crew.topology("),
-        ([ENRICH], TaskOf(left=("other-1", "enrich-1")), None, AFTER, "topology.keep(dataset)"),
+        ([ENRICH], TaskOf(closed=("other-1", "enrich-1")), None, AFTER, "topology.keep(dataset)"),
         ([ENRICH], TaskOf("enrich-1"), None, AFTER, "Run the action inside"),
-        ([ENRICH], TaskOf("t-1", left=("enrich-1",)), INNER, AFTER, "Run the action inside"),
+        ([ENRICH], TaskOf("t-1", closed=("enrich-1",)), INNER, AFTER, "Run the action inside"),
         ([Registration("the application", "application")], TaskOf(), None, "of another session", "configure(builder"),
         ([ENRICH], None, None, "get() was called outside of a task", "stagecrew.testing.opened(pool"),
         ([ENRICH], TaskOf("t-1"), NotRegisteredError(["t"], [], "it is a copy. Do this"), "it is a copy", "Do this"),
@@ -550,7 +550,7 @@ def test_each_cause_has_its_own_message(registrations, task, missing, cause, rem
     """Not registered in the task's topology, no topology, a thread without `wrap`, a closed topology, another
     definition.
     """
-    text = explained("pool", registrations, task, missing)
+    text = explain("pool", registrations, task, missing)
     assert text.startswith("listener 'pool' is not open here: ")
     assert cause in text
     assert remedy in text

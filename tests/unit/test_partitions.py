@@ -21,7 +21,7 @@ def test_a_policy_as_object_or_name(release):
 def test_invalid_policies_are_refused(release):
     """By what it is, and what would be one."""
     with pytest.raises(
-        ConfigurationError, match=r"release=.* is no release policy; use one of 'shuffles', 'all', 'none'"
+        ConfigurationError, match=r"release=.* is not a release policy; use one of 'shuffles', 'all', 'none'"
     ):
         policy(release)
 

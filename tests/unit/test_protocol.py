@@ -199,7 +199,7 @@ class Protocol(RuleBasedStateMachine):
     @rule(hurry=st.booleans())
     def task_sends(self, hurry):
         number = self.next()
-        self.task._sent_at = 0.0 if not hurry else float("inf")
+        self.task._flushed_at = 0.0 if not hurry else float("inf")
         self.task._flusher = object()  # the test itself flushes
         if self.attempt(lambda: self.task.send(number) or True):
             self.sent.append(number)

@@ -68,7 +68,7 @@ def test_a_missing_module_is_a_warning(caplog):
     ],
 )
 def test_any_other_problem_fails_the_start(target, why):
-    """A missing attribute, an exception during the import, and an object that is no listener."""
+    """A missing attribute, an exception during the import, and an object that is not a listener."""
     with pytest.raises(stagecrew.errors.ListenerError) as raised:
         import_named(f"named_pools:orders,{target}")
     assert str(raised.value).startswith(f"{target!r} in spark.stagecrew.listeners")

@@ -1,4 +1,4 @@
-"""The process of a run: what it monitors, and how it is started."""
+"""The process that runs a job: how a driver launches it, when its watchdog ends it, and how it exits."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ from support.model_store import ModelServer
 
 
 class MonitoredRun:
-    """A run in term 1 whose claim has version 2, with a clock that the test advances."""
+    """A run with a watchdog, in term 1 and with a claim of version 2. The test advances the clock `now`."""
 
     def __init__(self, timeout=None):
         self.server = ModelServer()
@@ -55,15 +55,14 @@ class MonitoredRun:
         filesystem = pyarrow.fs._MockFileSystem()
         filesystem.create_dir("states")
         self.claimed = ClaimedRun(self.store, StateStorage("states", filesystem), 1, Run("one", 1, 1), 2)
-        self.watch = RunWatchdog(self.store, 1, self.claimed, lambda reason: None, lambda: self.now)
+        self.watchdog = RunWatchdog(self.store, 1, self.claimed, lambda reason: None, lambda: self.now)
 
 
-def test_a_run_that_may_continue():
-    """A run continues while its leader leads and its claim is the latest."""
-    watched = MonitoredRun(timeout=9.0)
+def test_a_run_continues_while_its_leader_leads_and_its_claim_is_the_latest():
+    run = MonitoredRun(timeout=9.0)
     for second in range(100):
-        watched.now = float(second)
-        assert watched.watch.check() is None
+        run.now = float(second)
+        assert run.watchdog.check() is None
 
 
 @pytest.mark.parametrize(
@@ -76,79 +75,84 @@ def test_a_run_that_may_continue():
         (lambda w: w.server.expire(w.store.session), "its session"),
     ],
 )
-def test_a_run_that_must_end(change, reason):
-    """A run ends when its leader no longer leads, its claim is not the latest, or its own session has expired."""
-    watched = MonitoredRun()
-    assert watched.watch.check() is None
-    change(watched)
-    assert reason in watched.watch.check()
+def test_a_run_ends_when_it_loses_its_leader_claim_or_session(change, reason):
+    """A run ends when its leader no longer leads, another run has the claim, or its own session has expired."""
+    run = MonitoredRun()
+    assert run.watchdog.check() is None
+    change(run)
+    assert reason in run.watchdog.check()
 
 
-def test_a_store_that_does_not_respond(monkeypatch):
-    """A run ends 2/3 of the session timeout after the last response, as another may lead soon.
+def test_a_run_ends_when_its_store_does_not_respond(monkeypatch):
+    """A run ends 2/3 of the session timeout after the last response, because another driver may soon lead.
 
-    Without a session timeout it continues.
+    If the store has no session timeout, the run continues.
     """
 
-    def away(key):
-        raise StoreUnavailable("away")
+    def unavailable(key):
+        raise StoreUnavailable("the store is down")
 
     for timeout in (9.0, None):
-        watched = MonitoredRun(timeout)
-        watched.now = 100.0
-        assert watched.watch.check() is None
-        monkeypatch.setattr(watched.store, "read", away)
-        watched.now = 105.9
-        assert watched.watch.check() is None
-        watched.now = 106.1
-        assert (watched.watch.check() is None) == (timeout is None)
+        run = MonitoredRun(timeout)
+        run.now = 100.0
+        assert run.watchdog.check() is None
+        monkeypatch.setattr(run.store, "read", unavailable)
+        run.now = 105.9
+        assert run.watchdog.check() is None
+        run.now = 106.1
+        assert (run.watchdog.check() is None) == (timeout is None)
 
 
-def test_a_hanging_read():
-    """A run whose read of the store hangs, or fails with an unexpected error, ends by its own clock."""
-    watched = MonitoredRun(9.0)
-    watched.now = 6.1
-    assert "has not responded" in watched.watch.check_silence()
-    assert "KeyError" in watched.watch._reason(lambda: {}["x"])
+def test_a_run_ends_when_a_read_of_the_store_hangs():
+    """The run notices this by its own clock. It also ends when a read raises an unexpected error."""
+    run = MonitoredRun(9.0)
+    run.now = 6.1
+    assert "has not responded" in run.watchdog.check_silence()
+    assert "KeyError" in run.watchdog._reason(lambda: {}["x"])
 
 
-def test_a_jvm_that_has_ended(monkeypatch):
-    """A run ends when the process that started it is gone: SIGKILL of a JVM leaves its Python alive."""
-    watched = MonitoredRun()
+def test_a_run_ends_when_its_jvm_has_ended(monkeypatch):
+    """A run ends when its parent process is gone, because the Python process survives a SIGKILL of its JVM."""
+    run = MonitoredRun()
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert "started it has ended" in watched.watch.check()
+    assert "started it has ended" in run.watchdog.check()
 
 
 MODULE = """
 import atexit, os, pathlib, threading, time
 
-def ends(folder):
-    def late():
+def return_7(folder):
+    def slow_hook():
         time.sleep(1.5)
         pathlib.Path(folder, "hook").touch()
-    atexit.register(late)
+    atexit.register(slow_hook)
     return 7
 
-def marks(folder):
-    with open(f"{folder}/marks", "a") as file:
-        file.write("here\\n")
+def append_line(folder):
+    with open(f"{folder}/lines", "a") as file:
+        file.write("called\\n")
 
-def lost(folder):
+def fail_with_unknown_outcome(folder):
     import stagecrew
-    print("said before it was lost")
+    print("printed by the job")
     threading.Thread(target=time.sleep, args=(600,)).start()
-    raise stagecrew.errors.PossiblyInconsistentError("nobody knows")
+    raise stagecrew.errors.PossiblyInconsistentError("the outcome is unknown")
 """
 
 
-def process_of(tmp_path, function, leads, number=1):
-    """Processes of one run without Spark, under a leader that is this process. Yields them with the jobs."""
+def execute_run(tmp_path, function, stack, processes=1):
+    """Starts processes for one run, without Spark, and waits until they end.
+
+    The test's process is the leader until `stack` closes.
+
+    Returns the ended processes (or the only one) and the jobs.
+    """
     (tmp_path / "run_jobs.py").write_text(MODULE)
     (tmp_path / "state").mkdir()
-    places = {"STAGECREW_STORE": f"sqlite://{tmp_path}/jobs.db", "STAGECREW_STATE": str(tmp_path / "state")}
+    environment = {"STAGECREW_STORE": f"sqlite://{tmp_path}/jobs.db", "STAGECREW_STATE": str(tmp_path / "state")}
     spec = JobSpec.of_function(f"run_jobs:{function}", {"folder": str(tmp_path)}, {}, [tmp_path / "run_jobs.py"])
-    store = open_store(places["STAGECREW_STORE"])
-    leads.callback(store.close)
+    store = open_store(environment["STAGECREW_STORE"])
+    stack.callback(store.close)
     store.ensure("leader", TERM)
     info = LeaderInfo.of_this_process(1, store.session).to_bytes()
     store.transact(Create(HOLDER, info, ephemeral=True), Replace(TERM, info, 0))
@@ -163,61 +167,60 @@ def process_of(tmp_path, function, leads, number=1):
         f"--claim={run.claim}", "--term=1",
     ]  # fmt: skip
     started = [
-        subprocess.Popen(command, env=os.environ | places, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(number)
+        subprocess.Popen(
+            command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(processes)
     ]
     ended = []
     for process in started:
         with process:
             output = process.communicate(timeout=120)
             ended.append(subprocess.CompletedProcess(command, process.returncode, *output))
-    return (ended if number > 1 else ended[0]), jobs
+    return (ended if processes > 1 else ended[0]), jobs
 
 
-def test_a_run_that_ends_its_job(tmp_path):
-    """After its job's end a run is not monitored: its exit hooks run even if its session has expired.
-
-    It has not ended as lost.
-    """
-    with contextlib.ExitStack() as leads:
-        ended, jobs = process_of(tmp_path, "ends", leads)
+def test_a_run_is_not_monitored_after_its_job_has_ended(tmp_path):
+    """Its exit hooks run, even if its session has expired, and it does not exit as lost."""
+    with contextlib.ExitStack() as stack:
+        ended, jobs = execute_run(tmp_path, "return_7", stack)
         assert (ended.returncode, "this run ends" in ended.stderr) == (0, False), ended.stderr
         assert (tmp_path / "hook").exists()
         assert (jobs.result("job").value(), jobs.process("job")) == (7, None)
 
 
-def test_a_run_that_is_lost(tmp_path):
-    """A run whose job has not ended ends at once with its message, though its threads continue.
+def test_a_lost_run_exits_at_once(tmp_path):
+    """The outcome of the job is unknown. The process logs why it ends and exits, although threads of the job still run.
 
-    The job may run again.
+    The job stays in state "running", so it may run again.
     """
-    with contextlib.ExitStack() as leads:
-        ended, jobs = process_of(tmp_path, "lost", leads)
+    with contextlib.ExitStack() as stack:
+        ended, jobs = execute_run(tmp_path, "fail_with_unknown_outcome", stack)
         assert ended.returncode == EXIT_LOST, ended.stderr
-        assert "said before it was lost" in ended.stdout
+        assert "printed by the job" in ended.stdout
         assert "this run ends: its job has not ended" in ended.stderr
         assert (jobs.read("job")[0].state, jobs.process("job")) == ("running", None)
 
 
-def test_processes_of_one_run(tmp_path):
-    """Of three processes that are started for one run, one runs the job. The others end, and run no code of the job."""
-    with contextlib.ExitStack() as leads:
-        ended, jobs = process_of(tmp_path, "marks", leads, number=3)
-        assert sorted(one.returncode for one in ended) == [0, EXIT_LOST, EXIT_LOST], ended
-        assert (tmp_path / "marks").read_text() == "here\n"
-        assert [one.stderr.count("belongs to another process") for one in ended if one.returncode] == [1, 1]
+def test_only_one_process_of_a_run_executes_the_job(tmp_path):
+    """Three processes are started for one run. One executes the job, and the others end before they run its code."""
+    with contextlib.ExitStack() as stack:
+        ended, jobs = execute_run(tmp_path, "append_line", stack, processes=3)
+        assert sorted(process.returncode for process in ended) == [0, EXIT_LOST, EXIT_LOST], ended
+        assert (tmp_path / "lines").read_text() == "called\n"
+        assert [process.stderr.count("belongs to another process") for process in ended if process.returncode] == [1, 1]
         assert jobs.result("job").value() is None
 
 
-def test_a_process_whose_threads_do_not_end():
-    """A run that has ended its job does not wait forever for threads of the job's code."""
+def test_a_process_exits_although_its_threads_do_not_end():
+    """After its job has ended, a run does not wait forever for threads that the job started."""
     code = "import threading, time\nfrom stagecrew.recovery.run.exits import exit_within\nexit_within(0.3, 7)\n"
     code += "threading.Thread(target=time.sleep, args=(600,)).start()"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 7
 
 
-def test_a_run_that_leaves_is_gone(tmp_path):
-    """A lost run ends although the disk for its output is full and files hang, and closes its session before."""
+def test_a_lost_run_exits_although_its_last_actions_fail_or_hang(tmp_path):
+    """The disk for the output is full, and a file operation hangs. The session is closed nevertheless."""
     code = "import sys, time, pathlib\nfrom stagecrew.recovery.run import exits\nexits._LAST_ACTIONS_TIMEOUT = 1.0\n"
     code += "exits.exit_as_lost(lambda: print('why', file=sys.stderr, flush=True), lambda: time.sleep(600), "
     code += f"pathlib.Path({str(tmp_path / 'closed')!r}).touch)"
@@ -226,22 +229,22 @@ def test_a_run_that_leaves_is_gone(tmp_path):
     assert (ended.returncode, (tmp_path / "closed").exists()) == (EXIT_LOST, True)
 
 
-def test_a_watch_that_is_stopped():
-    """Findings after the watch was stopped end nothing. Earlier findings do."""
+def test_a_stopped_watchdog_does_not_end_the_run():
+    """If the watchdog finds a reason after it was stopped, the run continues. Before that, the run ends."""
     for stopped in (False, True):
-        watched, ends = MonitoredRun(), []
-        watched.watch._end = ends.append
-        watched.leader.close()
+        run, reasons = MonitoredRun(), []
+        run.watchdog._end = reasons.append
+        run.leader.close()
         if stopped:
-            watched.watch.stop()
-        watched.watch._watch(watched.watch.check)
-        assert len(ends) == (not stopped)
+            run.watchdog.stop()
+        run.watchdog._watch(run.watchdog.check)
+        assert len(reasons) == (not stopped)
 
 
 def test_secrets_are_passed_to_spark_in_a_file(tmp_path, monkeypatch):
-    """A job's configuration is in no command line, but in a file that only this user can read.
+    """The configuration of a job is not on the command line. It is in a file that only this user can read.
 
-    The file is deleted with the run.
+    The file is deleted when the run has ended.
     """
     argv = tmp_path / "argv"
     submit = tmp_path / "bin" / "spark-submit"
@@ -253,13 +256,13 @@ def test_secrets_are_passed_to_spark_in_a_file(tmp_path, monkeypatch):
     spec = JobSpec("job.py", (), {"spark.password": "s3cret = ü#!\\"}, {"etl.py": b"x = 1"}, b"print(1)")
     process = launcher.start(launcher.prepare(spec, "a/b"), Run("a/b", 3, 5), 2, finish=False)
     try:
-        due = time.monotonic() + 30
+        deadline = time.monotonic() + 30
         while not argv.exists() or "--term=2" not in argv.read_text():
-            assert time.monotonic() < due
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         submit_arguments = argv.read_text().split("\n")
-        assert not [one for one in submit_arguments if "s3cret" in one]
-        # The run is in client mode, whatever the defaults of this host's Spark say.
+        assert not [argument for argument in submit_arguments if "s3cret" in argument]
+        # The run uses client mode even if the Spark installation of this host has another default.
         assert submit_arguments[submit_arguments.index("--deploy-mode") + 1] == "client"
         assert {"--job=a/b", "--run=3", "--claim=5", "--term=2"} <= set(submit_arguments)
         [properties] = (tmp_path / "work").rglob("spark.properties")
@@ -275,16 +278,16 @@ def test_secrets_are_passed_to_spark_in_a_file(tmp_path, monkeypatch):
     assert not properties.parent.exists()
 
 
-def test_the_jobs_own_plugins_stay():
-    """A job keeps its own plugins and jars, with stagecrew's in addition."""
-    given = launcher_module._properties(JobSpec("a.py", (), {"spark.plugins": "x.Y", "spark.jars": "/x.jar"}))
-    assert given["spark.plugins"] == "x.Y,stagecrew.StagecrewPlugin"
-    assert given["spark.jars"].startswith("/x.jar,")
+def test_a_job_keeps_its_own_plugins():
+    """The launcher adds the plugin and the jar of stagecrew to those of the job."""
+    properties = launcher_module._properties(JobSpec("a.py", (), {"spark.plugins": "x.Y", "spark.jars": "/x.jar"}))
+    assert properties["spark.plugins"] == "x.Y,stagecrew.StagecrewPlugin"
+    assert properties["spark.jars"].startswith("/x.jar,")
     assert launcher_module._properties(JobSpec("a.py"))["spark.plugins"] == "stagecrew.StagecrewPlugin"
 
 
-def test_a_work_folder_that_cannot_be_written(tmp_path, monkeypatch):
-    """A full or invalid work folder, or a missing spark-submit, is an error that names it. No files are left."""
+def test_an_invalid_work_folder_or_spark_home_is_an_error(tmp_path, monkeypatch):
+    """The error of an invalid work folder names the folder, and no files are left."""
     (tmp_path / "work").write_text("a file")
     launcher = Launcher("sqlite:///x", "/y", tmp_path / "work")
     with pytest.raises(JobError, match="cannot be written into"):
@@ -299,35 +302,37 @@ def test_a_work_folder_that_cannot_be_written(tmp_path, monkeypatch):
         Launcher("sqlite:///x", "/y", tmp_path)
 
 
-def test_files_of_killed_runs(tmp_path, monkeypatch):
-    """Files of a run that was killed with its driver are deleted when the job runs here again. Logs stay."""
+def test_files_of_killed_runs_are_deleted(tmp_path, monkeypatch):
+    """A run was killed together with its driver. Its files, but not its logs, are deleted when the job runs again in
+    this work folder."""
     monkeypatch.setattr(launcher_module, "found_spark_submit", lambda: "spark-submit")
     launcher = Launcher("sqlite:///x", "/y", tmp_path)
     [first, other] = [launcher.prepare(JobSpec("a.py"), job) for job in ("job", "other")]
     (first.parent / "run-1.log").touch()
     again = launcher.prepare(JobSpec("a.py"), "job")
     assert sorted(first.parent.iterdir()) == sorted([again, first.parent / "run-1.log"])
-    Launcher("sqlite:///z", "/y", tmp_path).prepare(JobSpec("a.py"), "job")  # of another installation
+    Launcher("sqlite:///z", "/y", tmp_path).prepare(JobSpec("a.py"), "job")  # of another store
     assert again.exists()
     assert other.exists()
 
 
-def test_errors_that_are_no_failure_of_the_job():
-    """A job has not failed if it raised, or wrapped, an error of an unavailable store or of an unknown commit."""
+def test_infrastructure_errors_do_not_fail_the_job():
+    """A job does not fail if it raises or wraps an error about an unavailable store or an unknown commit."""
 
     def wrapped(inner):
         try:
             try:
                 raise inner
             except Exception as error:
-                raise RuntimeError("my own words") from error
+                raise RuntimeError("an error of the job") from error
         except RuntimeError as error:
             return error
 
-    assert "away" in infrastructure_error(wrapped(StoreUnavailable("away")))
+    assert "store is down" in infrastructure_error(wrapped(StoreUnavailable("the store is down")))
     assert "CommitUnknown" in infrastructure_error(CommitUnknown("lost"))
-    assert infrastructure_error(wrapped(ValueError("mine"))) is None
-    assert "away" in infrastructure_error(ExceptionGroup("two", [ValueError("mine"), StoreUnavailable("away")]))
+    assert infrastructure_error(wrapped(ValueError("an error of the job"))) is None
+    errors = [ValueError("an error of the job"), StoreUnavailable("the store is down")]
+    assert "store is down" in infrastructure_error(ExceptionGroup("two errors", errors))
     # Spark's text for an error in foreachBatch. tests/spark/test_commits.py has a real one.
     for text, message in (
         (
@@ -337,15 +342,15 @@ def test_errors_that_are_no_failure_of_the_job():
         ("Traceback:\nstagecrew.errors.StateCorrupt: cut", "StateCorrupt: cut"),
         ("Traceback:\nstagecrew.errors.CommitConflict: two schemas", None),
         ("Traceback:\nstagecrew.errors.NoSuch: x", None),
-        ("it said that stagecrew.errors.CommitPending: it waits", None),
+        ("the log contains stagecrew.errors.CommitPending: it waits", None),
     ):
-        why = infrastructure_error(wrapped(PySparkException(text)))
-        assert message in why if message else why is None
+        reason = infrastructure_error(wrapped(PySparkException(text)))
+        assert message in reason if message else reason is None
     assert infrastructure_error(ValueError("\nstagecrew.errors.CommitPending: it waits")) is None
 
 
-class Slow(Coordinator):
-    """Returns its state when the test says so, or declines, or returns an invalid state."""
+class SettableState(Coordinator):
+    """Returns the state that the test sets (valid, invalid or a future), or declines."""
 
     state = None
 
@@ -364,13 +369,13 @@ def checkpoint_error(harness, **arguments):
     return raised.value
 
 
-def test_a_late_checkpoint_is_no_failure_of_the_job():
-    """A slow coordinator, or an event that no executor acknowledges, makes a run lost.
+def test_a_late_checkpoint_does_not_fail_the_job():
+    """If a coordinator is slow, or no executor acknowledges an event, the run is lost and the job runs again.
 
-    If a coordinator declines, the job fails, even if another one is late; the same holds for a checkpoint id that does
-    not grow.
+    If a coordinator declines or returns an invalid state, or a checkpoint id is not larger than the last one, the job
+    fails.
     """
-    with CoordinatorHarness(Slow) as harness:
+    with CoordinatorHarness(SettableState) as harness:
         harness.coordinator.state = Future()
         late = checkpoint_error(harness)
         assert isinstance(late, CheckpointTimeout)
@@ -388,19 +393,19 @@ def test_a_late_checkpoint_is_no_failure_of_the_job():
         assert infrastructure_error(misused) is None
         harness.coordinator.state = "no bytes"
         assert infrastructure_error(checkpoint_error(harness)) is None
-    with CoordinatorHarness(Slow) as harness:
+    with CoordinatorHarness(SettableState) as harness:
         harness.coordinator.state = Future()
-        harness.coordinator.state.set_exception(OSError("I have no state now"))
+        harness.coordinator.state.set_exception(OSError("no state available"))
         declined = checkpoint_error(harness)
-        assert "I have no state now" in str(declined)
+        assert "no state available" in str(declined)
         assert infrastructure_error(declined) is None
 
 
-def test_a_claim_that_is_renewed():
-    """A run that renews its claim continues, and writes with the earlier claim change nothing."""
-    watched = MonitoredRun()
-    old = watched.claimed.jobs
-    watched.claimed.renew()
-    assert watched.watch.check() is None
+def test_a_run_continues_after_it_renews_its_claim():
+    """Writes with the earlier claim are refused."""
+    run = MonitoredRun()
+    jobs_with_old_claim = run.claimed.jobs
+    run.claimed.renew()
+    assert run.watchdog.check() is None
     with pytest.raises(LeadershipLost):
-        old.renew_claim("one", 3)
+        jobs_with_old_claim.renew_claim("one", 3)

@@ -139,11 +139,11 @@ def test_a_relative_database_in_tasks(tmp_path, monkeypatch):
 @pytest.mark.parametrize("make", [ObjectSink, lambda path: ParquetSink(path, "append")], ids=["objects", "appended"])
 def test_a_driver_that_was_killed_in_an_empty_table(tmp_path, make):
     """The error of a commit with another schema says which folder to delete, and when. Then the commit succeeds."""
-    dead = Staging("of nobody", "run", pa.schema([("other", pa.int64())]))
+    dead = Staging("unfinished", "run", pa.schema([("other", pa.int64())]))
     make(tmp_path / "t").begin(dead)
-    with pytest.raises(CommitFailed, match="commit 'of nobody', which is about to make") as told:
+    with pytest.raises(CommitFailed, match="commit 'unfinished', which is about to create") as raised:
         commit_rows(make(tmp_path / "t"), "c")
-    folder = re.search(r"its driver has ended and it is not repeated, delete (\S+)$", str(told.value))[1]
+    folder = re.search(r"its driver has ended and it is not repeated, delete (\S+)$", str(raised.value))[1]
     assert files(tmp_path) == [f"{folder}/_open".removeprefix(f"{tmp_path}/")]
     shutil.rmtree(folder)
     commit_rows(make(tmp_path / "t"), "c")

@@ -46,7 +46,7 @@ class Connection:
 
 @pytest.fixture
 def connection(monkeypatch):
-    """The connection, whose clock the gateway uses, too."""
+    """The connection. The gateway uses its clock."""
     made = Connection()
     monkeypatch.setattr(evaluations, "time", types.SimpleNamespace(monotonic=lambda: made.now, sleep=lambda _: None))
     return made
@@ -59,7 +59,7 @@ def gateway(connection):
         taskAttemptId=lambda: 1, attemptNumber=lambda: 0, stageId=lambda: 0, partitionId=lambda: 0
     )
     made = TaskGateway(connection, Bound("b", "the operator", "t", None, 1 << 20, 30.0), 0, context)
-    made._flusher = object()  # no flush later
+    made._flusher = object()  # so that no thread flushes later
     for _ in range(WINDOW):
         made.send(b"x")
     return made
@@ -69,7 +69,7 @@ def test_a_send_without_credit(gateway, connection):
     """A send requests credit, fails after request.timeout without progress, and names operator and backlog."""
     with pytest.raises(
         stagecrew.errors.CoordinationTimeout,
-        match=f"'the operator' has {WINDOW} messages of this task, of {2 * WINDOW} bytes.* within 30 s",
+        match=f"'the operator' has {WINDOW} unhandled messages of this task .{2 * WINDOW} bytes.* within 30 s",
     ):
         gateway.send(b"x")
     assert connection.waits == [30.0]
@@ -105,7 +105,7 @@ def test_the_timeout_of_a_request_includes_all_its_waits(gateway, connection):
     connection.waits.clear()
     connection.handled = Frame("HANDLED", {"sequence": 1})
     began = connection.now
-    with pytest.raises(stagecrew.errors.CoordinationTimeout, match=r"has not answered within 2 s"):
+    with pytest.raises(stagecrew.errors.CoordinationTimeout, match=r"did not reply within 2 s"):
         gateway.request(b"x", timeout=2.0)
     assert connection.waits == [2.0, 0.5]
     assert connection.now - began == 2.0
@@ -144,9 +144,9 @@ def test_held_back_messages_are_sent_before_the_next_event(gateway, connection):
     gateway._handle(Frame("EVENTS", {"first": 1, "payloads": [b"\0", b"\0"]}))
     gateway.send(b"x")
     gateway.send(b"x")  # a quick message: it is held back
-    assert gateway._kept
+    assert gateway._unsent
     next(gateway.events())
-    assert not gateway._kept
+    assert not gateway._unsent
     assert connection.frames[-1] == "EVENTS"
 
 

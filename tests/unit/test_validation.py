@@ -105,7 +105,7 @@ def test_a_resource_needs_a_generator_function():
         yield 1
 
     for wrong in (plain, later, lambda context: iter([1])):
-        with pytest.raises(ConfigurationError, match=r"^@resource decorates a generator function, and .* has no yield"):
+        with pytest.raises(ConfigurationError, match=r"^@resource decorates a generator function, but .* has no yield"):
             resource(wrong)
     with pytest.raises(ConfigurationError, match="not 7"):
         resource(7)
@@ -187,8 +187,8 @@ def test_a_commit_log_by_its_folder(tmp_path):
 
 @pytest.mark.parametrize("wrong", ["s3://bucket/decisions", "", 7, FileCommitLog])
 def test_invalid_commit_logs_are_refused(wrong):
-    """A URI is no folder of this host, and a class must be called first."""
-    with pytest.raises(OperatorMisused, match=r"^commit_log=.* is no folder .* and keeps no records"):
+    """A URI is not a folder of this host, and a class must be called first."""
+    with pytest.raises(OperatorMisused, match=r"^commit_log=.* is neither a folder .* nor a commit log"):
         commit_log_of(wrong)
 
 

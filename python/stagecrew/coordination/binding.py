@@ -1,4 +1,4 @@
-"""One use of an operator on one dataset. A coordinator serves it; each reset installs a new instance."""
+"""A binding: one use of an operator on one dataset. Each reset gives it a new instance of its coordinator."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class BindingOwner(Owner, Protocol):
 
 
 class Binding:
-    """Knows its current instance and its live evaluations. The host's lock guards it.
+    """Holds the current instance of the coordinator, and the live evaluations. The host's lock guards it.
 
-    `key` is its position in the program, as in a `Checkpoint`. The coordinator is made at once, on the caller's thread,
-    and restored from `state` if there is a checkpoint. It starts with `begin`.
+    `key` is the position of the binding in the program. A `Checkpoint` uses the same key. The constructor creates the
+    coordinator on the caller's thread, and restores it from `state` if there is a checkpoint. `begin` starts it.
     """
 
     __slots__ = (
-        "factory", "held", "id", "instance", "key", "live", "operator", "owner", "pending", "seen", "statistics",
-        "threads", "unreported",
+        "factory", "holds_events", "id", "instance", "key", "live", "operator", "owner", "pending", "seen",
+        "statistics", "threads", "unreported",
     )  # fmt: skip
 
     def __init__(
@@ -54,10 +54,10 @@ class Binding:
         self.seen = subtasks
         #: The checkpoint that is being taken.
         self.pending: PendingCheckpoint | None = None
-        #: Whether that checkpoint's cut was made, so that events are held back.
-        self.held = False
+        #: Whether the cut of this checkpoint was made. Then events are held back until the checkpoint is complete.
+        self.holds_events = False
         self.statistics = Statistics()
-        #: The host's bindings with statistics to report. The binding adds itself when something may have changed.
+        #: The host's set of bindings with changed statistics. The binding adds itself when something may have changed.
         self.unreported: dict[Binding, None] | None = None
         self.instance = Instance(self)
         try:
@@ -67,18 +67,18 @@ class Binding:
             raise
 
     def begin(self) -> None:
-        """Starts the coordinator: the session runs."""
+        """Starts the coordinator, when the session is running."""
         self.instance.begin()
 
     def mark_changed(self) -> None:
-        """Notes that the coordinator was called, or reported something."""
+        """Records that the coordinator was called or reported something."""
         self.owner.changed[self] = None
         if (unreported := self.unreported) is not None:
             unreported[self] = None
 
     def reset(self, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
-        """Closes the current instance, waits at most this many seconds for it, and begins a new one."""
-        self.held = False
+        """Replaces the current instance with a new one, which waits at most `seconds` until the old one has closed."""
+        self.holds_events = False
         self.statistics.resets += 1
         old, self.instance = self.instance, Instance(self)
         old.retire()
@@ -89,5 +89,5 @@ class Binding:
         self.instance.loop.call(self.instance.finish)
 
     def await_closed(self, seconds: float) -> bool:
-        """Enqueues no more calls. Returns whether the coordinator closed within this time."""
+        """Stops accepting calls. Returns whether the coordinator closes within this time."""
         return self.instance.loop.end(seconds)

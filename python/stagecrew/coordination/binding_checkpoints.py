@@ -35,7 +35,7 @@ class BindingCheckpoints:
         with self._lock:
             if binding.pending is not pending:
                 return  # the checkpoint was aborted meanwhile
-            binding.held = True
+            binding.holds_events = True
             holds = [live.gateway.hold() for live in binding.live.values()]
             taken = state, binding.seen
         pending.cut(taken, [hold for hold in holds if hold is not None])
@@ -47,7 +47,7 @@ class BindingCheckpoints:
             pending = binding.pending
             if pending is None or pending.id != checkpoint_id:
                 return  # another instance has taken over, which never received this checkpoint
-            binding.pending, binding.held = None, False
+            binding.pending, binding.holds_events = None, False
             binding.instance.notify("checkpoint_complete" if complete else "checkpoint_aborted", checkpoint_id)
             gateways = [live.gateway for live in binding.live.values()]
         pending.fail(CheckpointFailed(f"checkpoint {checkpoint_id} was aborted"))

@@ -1,4 +1,4 @@
-"""The uses of a topology's operators: which binding has which key, and which restored states are not claimed yet."""
+"""The uses of a topology's operators: the binding of each key, and the restored states that no use has claimed yet."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["COMMIT", "BindingTable", "QueryCheck", "Restored"]
 #: The default name of the operator of commits.
 COMMIT: Final = "commit"
 
-#: Whether a streaming query still runs.
+#: Returns whether a streaming query still runs.
 QueryCheck = Callable[[], bool]
 
-#: The id of a checkpoint, a state of it, and its subtasks: the values that a coordinator is restored with.
+#: The values to restore a coordinator: the id of the checkpoint, the state, and the subtasks.
 Restored = tuple[int, bytes | None, int]
 
 
 class BindingTable:
-    """The bindings of one topology by their keys. Pure bookkeeping; the lock of `Operators` guards it."""
+    """The bindings of one topology by their keys. Pure bookkeeping, guarded by the lock of `Operators`."""
 
     def __init__(self, uses: Uses | None = None) -> None:
         self._names: set[str] = set()
@@ -49,7 +49,7 @@ class BindingTable:
     # -- Names and keys
 
     def begin_in(self, place: Place) -> None:
-        """The topology begins in this place of the program, on the calling thread."""
+        """Records the place in the program where the topology begins, on the calling thread."""
         self._uses = Uses(place)
 
     def reserve(self, name: str, topology: str) -> None:
@@ -95,11 +95,11 @@ class BindingTable:
         return binding
 
     def add_unordered(self, binding: Binding, place: Place, query: QueryCheck | None) -> None:
-        """Notes that the calling thread made a binding whose order differs from run to run, perhaps in a query."""
+        """Records that the calling thread created a binding whose order differs from run to run, perhaps in a query."""
         self._unordered[binding] = place, this_thread(), query
 
     def of_other_threads(self, place: Place) -> list[tuple[Binding, QueryCheck | None]]:
-        """The bindings that are not ordered, and that live threads other than the place's owners made."""
+        """The unordered bindings that live threads other than the place's owners created."""
         owners = place.owners
         found = []
         for binding, (begun_in, thread, query) in tuple(self._unordered.items()):
@@ -110,7 +110,7 @@ class BindingTable:
         return found
 
     def forget_unordered(self, binding: Binding) -> None:
-        """Drops the note of a binding that can no longer change, because its query has ended."""
+        """Forgets an unordered binding whose query has ended."""
         self._unordered.pop(binding, None)
 
     def forget(self, place: Place) -> list[Binding]:

@@ -1,4 +1,4 @@
-"""The functions that `Operator.bind` returns: they carry their binding to the tasks."""
+"""The functions that `Operator.bind` returns. Their binding is pickled with them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _BATCH: Final = 512
 #: while none is. The second is also the longest wait for frames.
 _BUSY_WAIT: Final = 0.005
 _IDLE_WAIT: Final = 0.1
-#: The number of messages after which the driver's JVM is notified that they were read.
+#: After this many messages, the driver's JVM is notified that they were read.
 _READ_BATCH: Final = 16
 #: The time between two reports of statistics, in seconds.
 _STATISTICS_PERIOD: Final = 1.0
@@ -103,7 +103,7 @@ class DriverChannel:
             self._count += 1
 
     def dirty(self, gateway: Gateway) -> None:
-        """Notes that a gateway has an event to send."""
+        """Records that a gateway has an event to send."""
         if self._ended.is_set():
             return
         with self._lock:
@@ -205,7 +205,7 @@ class DriverChannel:
                     self.host.broken(f"the connection from coordinators to executors broke: {error}")
                 return
         elif not ready:
-            # Only now: an acknowledgement that seems late may have arrived while no thread was reading.
+            # Check deadlines after reading, because an acknowledgement may have arrived while no thread was reading.
             self.host.expire()
         self.flush()
 

@@ -44,7 +44,7 @@ class Checkpoint:
         >>> stagecrew.Checkpoint.from_bytes(stored).states
         {'budget/1': b'left: 7'}
 
-    Not promised: that bytes of `to_bytes` can be read by an older stagecrew.
+    Not promised: an older version of stagecrew may not be able to read the bytes of `to_bytes`.
     """
 
     id: int
@@ -79,7 +79,7 @@ class Checkpoint:
         """Serializes the checkpoint, for storing it.
 
         Returns:
-            The bytes. They carry a digest.
+            The bytes, which include a digest.
         """
         header = {
             "format": _FORMAT,
@@ -101,8 +101,8 @@ class Checkpoint:
             The checkpoint.
 
         Raises:
-            ConfigurationError: The bytes differ from those that were written, if only in one byte, or another version of
-                stagecrew wrote them in another format.
+            ConfigurationError: The bytes were changed after they were written, or another version of stagecrew wrote
+                them in another format.
         """
         digest, _, body = data.partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != digest:
@@ -134,7 +134,7 @@ class Checkpoint:
             raise ConfigurationError(f"these {len(data)} bytes are not a checkpoint: {error}") from error
 
 
-#: Restores every coordinator to its beginning.
+#: A checkpoint without states: restores every coordinator to its beginning.
 NOTHING: Final = Checkpoint(NO_CHECKPOINT, {})
 
 

@@ -1,4 +1,4 @@
-"""A coordinator's context: its effects on the topology. Safe from any thread, and usable once the session exists."""
+"""A coordinator's context, through which it affects the topology. Thread-safe. Usable when the session is running."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_PROGRESS: Final[Mapping[str, Any]] = types.MappingProxyType({})
 
 
 class Effects(Protocol):
-    """The effects of a coordinator's context, once the session runs."""
+    """The effects of a coordinator's context when the session is running."""
 
     @property
     def is_live(self) -> bool:
@@ -34,7 +34,7 @@ class Effects(Protocol):
         """Fails the topology."""
 
     def mark_changed(self) -> None:
-        """Notes that something was reported."""
+        """Records that the coordinator reported something."""
 
 
 class CoordinatorContext:
@@ -45,15 +45,15 @@ class CoordinatorContext:
     after the coordinator was closed. Every effect is enqueued onto the thread that owns the state.
 
     `operator` and `topology` are the names of the coordinator's operator and topology. `store` is a dictionary that the
-    coordinators of the topology share; code that changes it must hold a lock of its own if it needs one.
+    coordinators of the topology share; code that changes it must hold its own lock if it needs one.
 
-    stagecrew makes the context, and passes it to the factory of the coordinator.
+    stagecrew creates the context, and passes it to the factory of the coordinator.
 
     Args:
         operator: The operator's name.
         topology: The topology's name.
         store: The dictionary that the topology's coordinators share.
-        make_async: Makes the executor of `call_async`, by the operator's name.
+        make_async: Creates the executor of `call_async` for an operator's name.
 
     Examples:
         >>> import stagecrew
@@ -115,10 +115,10 @@ class CoordinatorContext:
         return self._state
 
     def fail(self, cause: BaseException) -> None:
-        """Fails the topology, once: its jobs are cancelled, and the caller's `with` raises `CoordinatorFailed`.
+        """Fails the topology, once: its jobs are cancelled, and its `with` statement raises `CoordinatorFailed`.
 
         Args:
-            cause: Becomes the `__cause__` of `CoordinatorFailed`.
+            cause: The `__cause__` of the `CoordinatorFailed`.
 
         Raises:
             OperatorMisused: The session does not run yet.
@@ -180,7 +180,7 @@ class CoordinatorContext:
         executor.submit(run)
 
     def every(self, seconds: float, f: Callable[[], None], while_live: bool = False) -> None:
-        """Calls a function on the coordinator's thread again and again, until the coordinator is closed.
+        """Calls a function on the coordinator's thread repeatedly, until the coordinator is closed.
 
         Args:
             seconds: The time before the first call, and between the end of a call and the next one.
@@ -212,10 +212,10 @@ class CoordinatorContext:
     # -- For the host; not for coordinators
 
     def initialise(self, effects: Effects) -> None:
-        """Lets the coordinator's calls have effects, because the session runs.
+        """Initialises the context when the session is running.
 
         Args:
-            effects: Carries out the calls.
+            effects: Executes the coordinator's calls.
         """
         with self._lock:
             self._effects = effects
@@ -223,14 +223,14 @@ class CoordinatorContext:
                 self._state = "initialised"
 
     def resume(self) -> None:
-        """Continues the calls that are repeated only while an evaluation is live: one is live now."""
+        """Continues the calls that are repeated only while an evaluation is live, because an evaluation has begun."""
         with self._lock:
             paused, self._paused = self._paused, ()
         for again in paused:
             again()
 
     def close(self) -> None:
-        """Lets no later call of the coordinator have an effect."""
+        """Closes the context. Later calls have no effect."""
         with self._lock:
             self._state = "closed"
             self._paused = ()

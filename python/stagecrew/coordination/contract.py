@@ -1,4 +1,4 @@
-"""The contract of a coordinator: the methods that a subclass defines."""
+"""The interface of a coordinator: the methods that a subclass may define."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_CHECKPOINT", "Coordinator"]
 
-#: The checkpoint id in a reset to the very beginning.
+#: The checkpoint id of a reset to the beginning, without a checkpoint.
 NO_CHECKPOINT: Final = -1
 
 
 class Coordinator:
     """Serves one binding of an operator, on the driver. Its methods are called one at a time, in order.
 
-    A subclass defines the methods that it needs. It is passed to `Topology.coordinate`, or a factory that makes it is.
+    A subclass defines the methods that it needs. Pass it, or a factory that creates it, to `Topology.coordinate`.
 
     Coordinators share a pool of threads, so two calls may run on two threads. No lock is needed, but an object that
     belongs to one thread (such as a `sqlite3` connection without `check_same_thread=False`) cannot be kept.
 
-    Per subtask the order is: `ready`; then `failed`, `finished` or `abandoned` for every evaluation that was ready;
-    then `subtask_reset`; then `ready` of the next evaluation. Several evaluations of a subtask may be live at once
-    (speculation). Events and requests come only from live evaluations; those of one evaluation come in the order in
-    which it sent them. A method that raises fails the topology, once, with its traceback; `handle_request` is the
-    exception.
+    For each subtask, the order of calls is: `ready`; then `failed`, `finished` or `abandoned` for every evaluation that
+    was ready; then `subtask_reset`; then `ready` of the next evaluation. Several evaluations of a subtask may be live
+    at the same time (speculation). Events and requests arrive only from live evaluations; those of one evaluation
+    arrive in the order in which it sent them. If a method other than `handle_request` raises an error, the topology
+    fails.
 
     Args:
         context: The coordinator's context. A subclass that defines `__init__` passes it on.
@@ -49,8 +49,8 @@ class Coordinator:
         ...     task.request(3), task.request(3)
         (3, 2)
 
-    Not promised: that an evaluation which finished is part of the result, because its task may fail afterwards; and
-    that every evaluation is reported, because one that is cut short may send nothing.
+    Not promised: a finished evaluation need not be part of the result, because its task may fail afterwards. Some
+    evaluations are not reported, because an interrupted evaluation may send nothing.
 
     Source: Flink's OperatorCoordinator (FLINK-15099, FLINK-18071).
     """
@@ -77,7 +77,7 @@ class Coordinator:
 
         Args:
             evaluation: The evaluation.
-            reason: Why it failed, for people.
+            reason: A description of the failure.
         """
 
     def finished(self, evaluation: Evaluation) -> None:
@@ -88,7 +88,7 @@ class Coordinator:
         """
 
     def abandoned(self, evaluation: Evaluation) -> None:
-        """Called when Spark stopped reading an evaluation early, as for `limit`. It may have sent only some messages.
+        """Called when Spark stopped reading an evaluation early, for example for `limit`. Some messages may be missing.
 
         Args:
             evaluation: The evaluation.
@@ -99,7 +99,7 @@ class Coordinator:
 
         Args:
             subtask: The subtask.
-            checkpoint_id: The checkpoint that the subtask is reset to; -1 for the very beginning.
+            checkpoint_id: The checkpoint that the subtask is reset to, or -1 for a reset to the beginning.
         """
 
     def handle_event(self, evaluation: Evaluation, event: Any) -> None:
@@ -116,7 +116,8 @@ class Coordinator:
     def handle_request(self, evaluation: Evaluation, request: Any) -> Any:
         """Called for each request that a task sends with `gateway.request`.
 
-        An exception does not fail the topology. The task that sent the request raises `RequestFailed` from it.
+        An exception does not fail the topology. It becomes the cause of a `RequestFailed` in the task that sent the
+        request.
 
         Args:
             evaluation: The evaluation that sent the request.
@@ -138,8 +139,8 @@ class Coordinator:
         are held back until the checkpoint ends. A future that fails declines the checkpoint; an exception fails the
         topology.
 
-        A coordinator that has no live evaluation, and was not called since the last checkpoint, is not asked again: its
-        last state is used. Threads of your own must therefore change the state with
+        If a coordinator has no live evaluation and was not called since the last checkpoint, this method is not called:
+        the last state is used again. So your own threads must change the state with
         `context.run_in_coordinator_thread`.
 
         Args:
@@ -168,17 +169,17 @@ class Coordinator:
 
         Args:
             checkpoint_id: The checkpoint's id.
-            state: The state that `checkpoint` returned; None if there was none.
+            state: The state that `checkpoint` returned, or None if there was none.
         """
 
     def waits_for(self) -> str:
         """Describes the coordinator's current wait, for the UI and the reports.
 
-        It is called about once a second while anything happens, and so is `progress`. An exception of either is logged
-        once and fails nothing.
+        This method and `progress` are called about once a second while anything happens. If one of them raises an
+        exception, it is logged once, and nothing fails.
 
         Returns:
-            A short text; empty if the coordinator waits for nothing.
+            A short text, or an empty one if the coordinator does not wait.
         """
         return ""
 

@@ -23,7 +23,7 @@ _REPORT_PERIOD: Final = 1.0
 
 
 class Delivery:
-    """Numbers detect duplicates and gaps: a duplicate is dropped, and a gap fails the evaluation's attempt.
+    """Detects duplicate and missing messages by their numbers. Drops duplicates; a gap fails the evaluation's attempt.
 
     `fail` fails the attempt of a live evaluation for a reason.
     """
@@ -46,7 +46,7 @@ class Delivery:
     def request(
         self, instance: Instance, live: LiveEvaluation, sequence: int, payload: bytes, counts: Statistics
     ) -> None:
-        """Enqueues a request. One that was handled before gets the first reply again, if that is still kept."""
+        """Enqueues a request. A repeated request gets the first reply again, if it is still kept."""
         if sequence < live.expected:
             if (reply := live.replies.get(sequence)) is not None:
                 self._reply(live, sequence, *reply)
@@ -65,7 +65,7 @@ class Delivery:
         return True
 
     def _without_duplicates(self, live: LiveEvaluation, first: int, payloads: list[bytes]) -> list[bytes] | None:
-        """The payloads that were not delivered before. None if there is a gap before the first: the attempt fails."""
+        """Returns the payloads that are new. If messages are missing, fails the attempt and returns None."""
         if first > live.expected:
             self._fail(live.evaluation.id, f"its messages {live.expected} to {first - 1} were lost in transit")
             return None

@@ -20,14 +20,14 @@ _log = logging.getLogger("stagecrew")
 
 
 class Gateway:
-    """Sends events to one evaluation, and only ever to that one; another attempt has a gateway of its own.
+    """Sends events to one evaluation, and to no other. Another attempt has another gateway.
 
     A coordinator receives it in `Coordinator.ready`. Every method may be called from any thread, and none waits.
 
-    No loss is silent. An event is acknowledged when it is in the evaluation's mailbox. If the acknowledgement does not
-    arrive within `spark.stagecrew.ack.timeout`, or the mailbox is full, the attempt fails and Spark retries it. This
-    holds for `send`, `send_acknowledged` and `close` alike. While a checkpoint is being taken, events that were sent
-    after the coordinator's cut are held back until the checkpoint ends.
+    No event is lost silently. An event is acknowledged when it is in the evaluation's mailbox. If the acknowledgement
+    does not arrive within `spark.stagecrew.ack.timeout`, or the mailbox is full, the attempt fails and Spark retries
+    it. This holds for `send`, `send_acknowledged` and `close` alike. While a checkpoint is being taken, events that
+    were sent after the coordinator's cut are held back until the checkpoint ends.
 
     Args:
         evaluation: The evaluation; also an attribute of the gateway.
@@ -47,7 +47,8 @@ class Gateway:
         ...     task.events(), task.ended
         (['hello'], True)
 
-    Not promised: that the task *handles* an event. If the coordinator must know, let the task reply with an event.
+    Not promised: an acknowledgement does not mean that the task has *handled* the event. If the coordinator must know,
+    let the task reply with an event.
 
     Source: Flink's SubtaskGatewayImpl (FLINK-18071, FLINK-21996).
     """
@@ -59,7 +60,7 @@ class Gateway:
         self._limit, self._deadline, self._dirty = limit, deadline, dirty
         self._lock = threading.Lock()
         self._outbox = Outbox()
-        #: Why the evaluation ended, once it has.
+        #: Why the evaluation has ended, or None.
         self._end_reason: str | None = None
         self._closed = False
 
@@ -72,7 +73,7 @@ class Gateway:
         If the evaluation has ended, the event is dropped. `send_acknowledged` reports that; this method does not.
 
         Args:
-            event: Any object that cloudpickle can pickle; `bytes` travel unchanged.
+            event: Any object that cloudpickle can pickle; `bytes` are sent unchanged.
 
         Raises:
             EventRejected: The event cannot be pickled.
@@ -86,7 +87,7 @@ class Gateway:
         Use it only if you need the future: `send` is several times cheaper.
 
         Args:
-            event: Any object that cloudpickle can pickle; `bytes` travel unchanged.
+            event: Any object that cloudpickle can pickle; `bytes` are sent unchanged.
 
         Returns:
             The future. Its result is None. Its exception is `EvaluationEnded` if the evaluation ended first. An event
@@ -106,7 +107,7 @@ class Gateway:
         """Ends the task's `gateway.events()` after the events that were sent. A second call has no effect.
 
         Returns:
-            A future as of `send_acknowledged`. A second call returns a completed one.
+            A future like that of `send_acknowledged`. A second call returns a completed future.
         """
         future = _running_future()
         with self._lock:

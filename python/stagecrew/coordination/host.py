@@ -27,8 +27,8 @@ __all__ = ["Host"]
 class Host:
     """Serves every binding of the session.
 
-    Frames come from one thread, in the order of each executor. The host keeps its state under one lock, and calls
-    nothing foreign while it holds it: coordinators are called by their loops, and frames are enqueued.
+    Frames arrive on one thread, in the order of each executor. One lock guards the state of the host. While it is held,
+    no user code is called and nothing is sent: loops call the coordinators, and frames are enqueued.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Host:
         self._reporter = StatisticsReporter(clock, ack_timeout)
         #: Bindings that ended before their topology, and whose final statistics are not reported yet.
         self._ended_early: list[Binding] = []
-        #: Why executors can no longer be reached, once that is so.
+        #: Why executors can no longer be reached, or None.
         self._broken: str | None = None
 
     @property
@@ -59,7 +59,7 @@ class Host:
     # -- Bindings
 
     def add(self, binding: Binding) -> None:
-        """Serves evaluations of the binding from now on."""
+        """Starts to serve evaluations of the binding."""
         with self._lock:
             self._liveness.bindings[binding.id] = binding
             self._reporter.add(binding)
@@ -82,9 +82,9 @@ class Host:
     def reset(
         self, binding: Binding, checkpoint_id: int, state: bytes | None, seconds: float, subtasks: int = 0
     ) -> None:
-        """Replaces the coordinator by one that is restored from a checkpoint.
+        """Replaces the coordinator with one that is restored from a checkpoint.
 
-        Live evaluations are aborted: none of them receives a reply, or succeeds.
+        Live evaluations are aborted: they get no more replies, and cannot succeed.
         """
         with self._lock:
             detached = self._liveness.detach(binding)
@@ -113,7 +113,7 @@ class Host:
     # -- Statistics
 
     def statistics(self) -> bytes | None:
-        """A frame for the driver's JVM with the statistics that changed since the last one; None if none did."""
+        """A frame for the driver's JVM with the statistics that changed since the last frame, or None if none did."""
         with self._lock:
             due = (*self._reporter.due(), *self._ended_early)
             bindings = [(binding, list(binding.live.values())) for binding in due]
@@ -121,7 +121,7 @@ class Host:
         return self._reporter.frame(bindings)
 
     def ended(self, binding: Binding) -> None:
-        """Notes that the binding has closed before its topology ends."""
+        """Records that the binding has closed before its topology ends."""
         with self._lock:
             binding.statistics.is_closed = True
             self._ended_early.append(binding)
@@ -144,11 +144,11 @@ class Host:
         self.transport.flush()
 
     def lost(self, executor: str, reason: str) -> None:
-        """An executor is lost, with every evaluation on it."""
+        """Handles the loss of an executor, with every evaluation on it."""
         self._liveness.end_executor(executor, reason)
 
     def broken(self, reason: str) -> None:
-        """The connection to executors is broken: every topology with operators fails."""
+        """Handles a broken connection to the executors: fails every topology with operators."""
         with self._lock:
             self._broken = reason
             owners = {id(binding.owner): binding.owner for binding in self._liveness.bindings.values()}

@@ -1,4 +1,4 @@
-"""One instance of a coordinator, with its context and its loop. A reset replaces it by another instance."""
+"""One instance of a coordinator, with its context and its loop. A reset replaces it with another instance."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Use(Protocol):
         """The operators of its topology."""
 
     def mark_changed(self) -> None:
-        """Notes that the coordinator was called, or reported something."""
+        """Records that the coordinator was called or reported something."""
 
 
 class Summary(NamedTuple):
@@ -80,7 +80,7 @@ class Instance:
         self.context = CoordinatorContext(use.operator, owner.name, owner.store, threads.async_calls)
         self.coordinator: Coordinator | None = None
         self.summary = _NO_SUMMARY
-        #: The time of a request for a new summary; None when the summary was updated.
+        #: The time when a new summary was requested, or None after the summary was updated.
         self.summary_requested_at: float | None = None
         #: The last value of `Coordinator.progress`.
         self._own_progress: Mapping[str, Any] = NO_PROGRESS
@@ -107,12 +107,12 @@ class Instance:
             self.coordinator.reset_to_checkpoint(checkpoint_id, state)
 
     def begin(self) -> None:
-        """Starts the coordinator: the session runs."""
+        """Starts the coordinator when the session is running."""
         self.context.initialise(self)
         self.call("start")
 
     def take_over(self, old: Instance, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
-        """Starts the coordinator from a checkpoint when the old instance has closed. The first call of the loop."""
+        """Starts the coordinator from a checkpoint after the old instance has closed. The first call of the loop."""
         if not old.loop.end(seconds):
             _log.warning(
                 "the coordinator of operator %r did not close within %g s; the new coordinator starts now",
@@ -134,7 +134,7 @@ class Instance:
     def enqueue(self, f: Callable[..., Any], *args: Any) -> None:
         """Enqueues a call that may change the coordinator's state."""
         self.loop.call(f, *args)
-        # Afterwards: a checkpoint between the two lines leads to one superfluous call of checkpoint(), never to a
+        # In this order, a checkpoint between the two lines may cause a superfluous call of checkpoint(), but never a
         # missing one.
         self._use.mark_changed()
 
@@ -144,7 +144,7 @@ class Instance:
             getattr(self.coordinator, method)(*args)
 
     def mark_changed(self) -> None:
-        """Notes that the coordinator reported something."""
+        """Records that the coordinator reported something."""
         self._use.mark_changed()
 
     # -- Evaluations
@@ -155,7 +155,7 @@ class Instance:
         return self._unfinished is not None
 
     def ready(self, live: LiveEvaluation) -> None:
-        """Passes on that an evaluation has begun."""
+        """Notifies the coordinator that an evaluation has begun."""
         with _unfinished_lock:
             self._unfinished = self._unfinished or {}
             self._unfinished[live.evaluation.id] = live
@@ -163,7 +163,7 @@ class Instance:
         self.call("ready", live.evaluation, live.gateway)
 
     def end(self, live: LiveEvaluation, outcome: str, *reason: str) -> None:
-        """Passes on that an evaluation has `finished`, `failed` or was `abandoned`."""
+        """Notifies the coordinator that an evaluation has `finished`, `failed` or was `abandoned`."""
         self.call(outcome, live.evaluation, *reason)
         self.loop.call(self._forget, live.evaluation.id)
 
@@ -175,7 +175,7 @@ class Instance:
 
     @property
     def queued(self) -> int:
-        """The number of messages that are not handled yet, also of evaluations that have ended."""
+        """The number of messages that are not handled yet, including those of evaluations that have ended."""
         if self.context.state == "closed":
             return 0
         return sum(max(0, live.expected - 1 - live.handled) for live in list((self._unfinished or {}).values()))
@@ -183,7 +183,7 @@ class Instance:
     # -- Checkpoints
 
     def checkpoint(self, pending: PendingCheckpoint, cut: Callable[[PendingCheckpoint, bytes | None], None]) -> None:
-        """Asks the coordinator for its state, on its loop, and makes the cut as soon as the state is there."""
+        """Requests the coordinator's state, on its loop. Makes the cut when the coordinator delivers the state."""
         if self.context.state == "closed" or self.coordinator is None:
             return  # closing or resetting the binding has failed the checkpoint
         set_current_evaluation(None)
@@ -226,7 +226,7 @@ class Instance:
             self.loop.call(self._update_summary)
 
     def _update_summary(self) -> None:
-        """Asks the coordinator for its progress. A wrong value or an exception must have no other effect."""
+        """Updates the summary from the coordinator's methods. An invalid value or an exception has no other effect."""
         self.summary_requested_at = None
         set_current_evaluation(None)
         coordinator = self.coordinator
@@ -255,12 +255,12 @@ class Instance:
     # -- End and failures
 
     def retire(self) -> None:
-        """Closes the coordinator without handling the calls that are enqueued: a reset replaces it."""
+        """Closes the coordinator for a reset. Enqueued calls are dropped."""
         self.context.close()
         self.loop.call(self._close)
 
     def finish(self) -> None:
-        """Closes the coordinator. The last call of the loop, so every earlier message was handled."""
+        """Closes the coordinator. This is the last call of the loop, so all earlier messages were handled."""
         self._update_summary()
         self.context.close()
         self._close()

@@ -1,4 +1,4 @@
-"""Decides which evaluations are live, and calls coordinators' lifecycle methods in the promised order."""
+"""Tracks which evaluations are live, and calls the lifecycle methods of coordinators in the promised order."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _MAX_ENDED: Final = 4096
 
 
 class Liveness:
-    """Knows the bindings that are served, and their live evaluations.
+    """Tracks the bindings that are served, and their live evaluations.
 
-    `lock` is the host's; it guards this state and that of the bindings. While it is held, nothing foreign is called:
-    calls of coordinators and frames for executors are only enqueued.
+    `lock` is the host's lock. It guards this state and that of the bindings. While it is held, no user code is called
+    and nothing is sent: calls of coordinators and frames for executors are only enqueued.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Liveness:
     # -- Begin and end of evaluations
 
     def begin(self, executor: str, frame: Frame) -> None:
-        """An evaluation begins. Its coordinator receives `ready`, after `subtask_reset` if its subtask begins again."""
+        """Handles the begin of an evaluation. Calls `subtask_reset` if its subtask begins again, and then `ready`."""
         with self._lock:
             if frame["evaluation"] in self._live or frame["evaluation"] in self._ended:
                 return  # a duplicate, or a frame that arrived after the evaluation's end
@@ -75,7 +75,7 @@ class Liveness:
 
     def _begin(self, binding: Binding, evaluation: Evaluation) -> None:
         gateway = Gateway(evaluation, self._limit, self._ack_deadline, self._transport.dirty)
-        if binding.held:
+        if binding.holds_events:
             gateway.hold()
         live = LiveEvaluation(evaluation, gateway, self._clock())
         binding.statistics.began(gateway)
@@ -96,7 +96,7 @@ class Liveness:
         return self._clock() + self._ack_timeout
 
     def end(self, id_: int, outcome: str, reason: str) -> None:
-        """An evaluation has `finished`, `failed` or was `abandoned`; its coordinator receives that. Idempotent."""
+        """Handles the end of an evaluation: it `finished`, `failed` or was `abandoned`. Idempotent."""
         with self._lock:
             known = self._live.pop(id_, None)
             self._ended[id_] = None
@@ -104,14 +104,15 @@ class Liveness:
                 return
             binding, live = known
             binding.live.pop(id_, None)
-            binding.live = binding.live or {}  # a new dict: one that held entries stays large, and bindings stay long
+            # Use a new dict if it is empty: a dict that had entries keeps its size, and bindings live long.
+            binding.live = binding.live or {}
             binding.statistics.count(outcome)
             binding.instance.end(live, outcome, *([reason] if outcome == "failed" else []))
         live.gateway.end(reason or outcome)
         binding.statistics.ended(live.gateway)
 
     def fail(self, id_: int, reason: str) -> None:
-        """Fails the attempt of a live evaluation. Only then do both sides agree on which messages were delivered."""
+        """Fails the attempt of a live evaluation, so that executor and driver agree on its delivered messages."""
         with self._lock:
             known = self._live.get(id_)
         if known is not None:
@@ -119,20 +120,20 @@ class Liveness:
             self.end(id_, "failed", reason)
 
     def end_executor(self, executor: str, reason: str) -> None:
-        """An executor is lost, and all evaluations on it have failed."""
+        """Handles the loss of an executor: all evaluations on it have failed."""
         with self._lock:
             lost = [live.evaluation.id for _, live in self._live.values() if live.evaluation.executor == executor]
         for id_ in lost:
             self.end(id_, "failed", reason)
 
     def abort(self, executor: str, id_: int, reason: str) -> None:
-        """Has the executor fail the attempt of an evaluation."""
+        """Tells the executor to fail the attempt of an evaluation."""
         self._transport.send(executor, encode("ABORT", evaluation=id_, reason=reason))
 
     # -- Bindings
 
     def stop_serving(self, binding: Binding, reason: str) -> bool:
-        """Serves no new evaluation of the binding. Returns whether it was served. The caller holds the lock."""
+        """Stops serving new evaluations of the binding. Returns whether it was served. The caller holds the lock."""
         if self.bindings.pop(binding.id, None) is None:
             return False
         self._removed[binding.id] = reason

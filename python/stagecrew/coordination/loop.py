@@ -1,4 +1,4 @@
-"""Makes the calls of one coordinator: one at a time, in order, on any free thread of the pool."""
+"""Calls the methods of one coordinator: one at a time, in order, on any free thread of the pool."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class CallsInOrder(Protocol):
         """Whether the caller is in one of its calls."""
 
     def end(self, seconds: float) -> bool:
-        """Enqueues no more calls, and waits at most this long for the enqueued ones. Returns whether all are done."""
+        """Stops accepting calls, and waits at most this long for the enqueued ones. Returns whether all are done."""
 
 
 class Loop:
-    """Makes calls in order, never two at once. It uses a thread of the pool only while it has calls.
+    """Executes calls in order, one at a time. Uses a thread of the pool only while it has calls.
 
     An exception of a call is passed to `failed`, and the loop continues. `idle` is called whenever the queue is empty.
-    Log records of the calls carry the topology and the operator.
+    Log records of the calls contain the topology and the operator.
     """
 
     __slots__ = (
@@ -64,9 +64,9 @@ class Loop:
         self._lock = threading.Lock()
         self._calls: list[_Call] = []
         self._is_scheduled = self._closed = False
-        #: The thread that makes its calls now.
+        #: The thread that executes its calls now.
         self._thread: int | None = None
-        #: One lock for each thread that waits in `end`; released when all calls are done.
+        #: One lock for each thread that waits in `end`. They are released when all calls are done.
         self._waiters: tuple[threading.Lock, ...] = ()
 
     def call(self, f: Callable[..., Any], *args: Any) -> None:
@@ -86,7 +86,7 @@ class Loop:
         return threading.get_ident() == self._thread
 
     def end(self, seconds: float) -> bool:
-        """See `CallsInOrder`. In a call of this loop it returns False at once."""
+        """See `CallsInOrder`. Inside a call of this loop, returns False at once."""
         with self._lock:
             self._closed = True
             if not self._is_scheduled:
@@ -99,7 +99,7 @@ class Loop:
         return waiter.acquire(timeout=max(0.0, seconds))
 
     def _run(self) -> None:
-        """Makes the enqueued calls, on a thread of the pool. Calls enqueued meanwhile wait for the next turn."""
+        """Executes the enqueued calls, on a thread of the pool. Calls that arrive meanwhile wait for the next run."""
         with self._lock:
             calls, self._calls = self._calls, []
         self._thread = threading.get_ident()

@@ -44,15 +44,15 @@ class Scope(Protocol):
 
 
 class Operator:
-    """A named place whose tasks talk to a coordinator. Each use on a dataset has a coordinator of its own.
+    """A named place in a plan whose tasks talk to a coordinator. Each use on a dataset has its own coordinator.
 
-    `Topology.coordinate` makes an operator, and `Crew.operator` returns one of the application's. The factory makes the
-    coordinator of a use when the use is bound. The coordinator is closed when the topology ends.
+    `Topology.coordinate` creates an operator, and `Crew.operator` returns an operator of the application. When an
+    operator is bound to a dataset, the factory creates the coordinator. It is closed when the topology ends.
 
     Args:
         scope: The topology, or the application.
         name: The operator's name.
-        factory: Makes a coordinator from its `CoordinatorContext`.
+        factory: Creates a coordinator from its `CoordinatorContext`.
         use: The name of a use in another thread, for operators that are used once.
         is_transient: Whether the uses have no state and end with `end`.
 
@@ -73,7 +73,7 @@ class Operator:
             counter = topology.coordinate("counter", Counter)
             counter.map(dataset, count, "so_far long").collect()
 
-    Not promised: that two uses of one operator share a coordinator. They share `context.store`.
+    Not promised: two uses of one operator do not share a coordinator. They share `context.store`.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Operator:
         schema: StructType | str,
         name: str | None = None,
     ) -> DataFrame:
-        """Maps a dataset as `mapInArrow` does, with a function that also gets a gateway to the coordinator.
+        """Maps a dataset like `mapInArrow`, with a function that also receives a gateway to the coordinator.
 
-        Each partition of the dataset is a subtask. It keeps its number under `coalesce`, unions, joins, caches and
+        Each partition of the dataset is a subtask. It keeps its number through `coalesce`, unions, joins, caches and
         retries. The evaluation of an empty partition has no subtask. Run the dataset's actions inside the topology.
 
         Args:
@@ -107,8 +107,8 @@ class Operator:
             work: Called as `work(gateway, batches)`. It yields the batches of the result.
             schema: The schema of the result.
             name: Identifies this use after a recovery. The default is its position in the program: the steps and
-                topologies around it, and its ordinal among the uses of the operator there. A use in another thread than
-                the one that began the place, or in `foreachBatch` outside of `job.batch`, needs a name.
+                topologies around it, and its ordinal among the uses of the operator there. The use needs a name
+                in a thread that did not begin the place, and in `foreachBatch` outside of `job.batch`.
 
         Returns:
             The mapped dataset.
@@ -137,8 +137,8 @@ class Operator:
         Its evaluations have no subtask, so nothing is reset or replayed. If the function returns an iterator
         (`mapInPandas`, `mapPartitions`), the whole iteration is one evaluation; otherwise each call is one.
 
-        The function belongs to one dataset: another DataFrame or RDD that is made with it raises `OperatorMisused`.
-        This is not checked for a UDF, which belongs to no dataset.
+        Use the function for one dataset. If a second DataFrame or RDD is created with it, this raises
+        `OperatorMisused`. UDFs are not checked, because a UDF does not belong to a dataset.
 
         Args:
             work: Called as `work(gateway, ...)`.
@@ -165,7 +165,7 @@ class Operator:
 
         Args:
             work: The function that will be bound.
-            subtask: The column that carries the subtask; None if there are no subtasks.
+            subtask: The column with the subtask, or None if there are no subtasks.
             name: As for `map`.
 
         Returns:

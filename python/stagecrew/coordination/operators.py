@@ -1,4 +1,4 @@
-"""The operators of one topology: makes their bindings, and fails, resets and closes them together."""
+"""The operators of one topology. Creates their bindings, and fails, resets and closes them together."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Scope(Protocol):
         """Whether new work may begin in the topology."""
 
     def cancel_failed(self, cause: BaseException) -> None:
-        """Begins to cancel the topology's jobs because a coordinator failed. It does not wait for them."""
+        """Cancels the topology's jobs because a coordinator failed, without waiting for them."""
 
     def streaming_query(self) -> QueryCheck | None:
-        """Whether the streaming query still runs whose batch the calling thread processes. None in other threads."""
+        """Returns a check whether the streaming query that called this thread still runs, or None in other threads."""
 
 
 class Operators:
-    """Knows the bindings of a topology, and the first failure of their coordinators. Usable from any thread."""
+    """Holds the bindings of a topology, and the first failure of their coordinators. Thread-safe."""
 
     def __init__(
         self,
@@ -79,18 +79,18 @@ class Operators:
     # -- Names and bindings
 
     def begin_in(self, place: Place) -> None:
-        """The topology begins in this place of the program, on the calling thread."""
+        """Records the place in the program where the topology begins, on the calling thread."""
         self._table.begin_in(place)
 
     def name_operator(self, name: str) -> None:
-        """Reserves a name for an operator that the user makes. Raises `OperatorMisused` if it is taken."""
+        """Reserves a name for an operator of the user. Raises `OperatorMisused` if the name is taken."""
         with self._lock:
             self._table.reserve(name, self.name)
 
     def prepare(self, name: str, factory: Factory, restored: Checkpoint = NOTHING) -> None:
-        """Makes the coordinators of an operator before the session runs.
+        """Creates the coordinators of an operator before the session runs.
 
-        There is one for each of the operator's states in the checkpoint, or a single new one.
+        Creates one for each state of the operator in the checkpoint, or a single one without a state.
         """
         self.name_operator(name)
         self._checkpoints.last_id = max(self._checkpoints.last_id, restored.id)
@@ -98,7 +98,7 @@ class Operators:
             self._table.prepared[key] = self._make(key, name, factory, *restored.of(key))
 
     def begin(self, host: Host) -> None:
-        """Starts the coordinators that were prepared: the session runs."""
+        """Starts the prepared coordinators when the session is running."""
         with self._lock:
             self._host = host
             prepared = list(self._table.prepared.values())
@@ -108,12 +108,12 @@ class Operators:
     def add(
         self, operator: str, factory: Factory, host: Host, name: str | None = None, otherwise: str | None = None
     ) -> str:
-        """Adds a use of an operator in the current place of the program, with a coordinator of its own.
+        """Adds a use of an operator in the current place of the program. The use gets its own coordinator.
 
         Args:
             operator: The operator's name.
-            factory: Makes the coordinator.
-            host: Serves it.
+            factory: Creates the coordinator.
+            host: The host that serves the coordinator.
             name: The name of the use. The default is its ordinal in this place.
             otherwise: The name of the use if the order of uses in this place differs from run to run.
 
@@ -139,7 +139,7 @@ class Operators:
             with self._lock:
                 self._table.unclaimed.pop(claimed, None)
                 self._table.used[key] = binding
-                binding.mark_changed()  # a checkpoint that was taken meanwhile did not include it
+                binding.mark_changed()  # a checkpoint that was taken in the meantime did not include it
         if not is_ordered:
             query = self._scope.streaming_query()
             with self._lock:
@@ -147,7 +147,7 @@ class Operators:
         return self._serve(binding, host)
 
     def add_transient(self, operator: str, factory: Factory, host: Host) -> str:
-        """Adds a use without a state, such as that of a commit; from any thread. The caller must call `end`."""
+        """Adds a use without a state, such as that of a commit. Thread-safe. The caller must call `end`."""
         self.raise_failure()
         with self._lock:
             self._host = host
@@ -159,10 +159,10 @@ class Operators:
         return self._serve(binding, host)
 
     def used_by_another_thread(self, place: Place) -> str | None:
-        """The operator of a use that is not ordered, and that a live thread other than the place's owners made.
+        """Returns an operator that a live thread other than the place's owners uses in this place, or None.
 
-        None if there is no such use. A use by a batch of a streaming query ends with the query, because Spark keeps the
-        Python threads of ended queries.
+        A use in a batch of a streaming query counts only while the query runs, because Spark keeps the Python threads
+        of ended queries.
         """
         with self._lock:
             found = self._table.of_other_threads(place)
@@ -175,7 +175,7 @@ class Operators:
 
     def _serve(self, binding: Binding, host: Host) -> str:
         host.add(binding)
-        if self.cause is not None:  # a coordinator failed meanwhile, and `fail` did not know this binding
+        if self.cause is not None:  # a coordinator failed before this binding was added, so `fail` missed it
             host.remove(binding, self._failure_message())
             self.raise_failure()
         return binding.id
@@ -195,7 +195,7 @@ class Operators:
     # -- Failures and idleness, as `Owner` of the instances
 
     def fail(self, cause: BaseException) -> None:
-        """Fails the topology, once: its jobs are cancelled. From any thread, until the coordinators have closed."""
+        """Fails the topology, once, and cancels its jobs. Thread-safe. No effect after the coordinators have closed."""
         with self._lock:
             first, late = self.cause is None, self._closed
             if first and not late:
@@ -207,16 +207,16 @@ class Operators:
             return
         _log.error("a coordinator of topology %r failed; the topology is cancelled", self.name, exc_info=cause)
         if closing:
-            return  # nothing of the topology runs any more
-        # The jobs are cancelled first, so that Spark does not retry the attempts that fail when their bindings are
-        # removed. Removing the bindings ends waiting tasks at once, and lets no evaluation begin.
+            return  # no job of the topology is running
+        # Cancel the jobs first, so that Spark does not retry the attempts that fail when their bindings are removed.
+        # Removing a binding ends its waiting tasks at once, and prevents new evaluations.
         self._scope.cancel_failed(cause)
         if host is not None:
             for binding in bindings:
                 host.remove(binding, self._failure_message())
 
     def raise_failure(self) -> None:
-        """Raises `CoordinatorFailed` from the first failure, if there was one."""
+        """Raises `CoordinatorFailed` if a coordinator has failed."""
         if self.cause is not None:
             raise CoordinatorFailed(
                 f"a coordinator of topology {self.name!r} failed: {_short(self.cause)}"
@@ -239,7 +239,7 @@ class Operators:
         return self._checkpoints.take(checkpoint_id, timeout, self._host)
 
     def reset(self, checkpoint: Checkpoint | None) -> None:
-        """See `Topology.reset`. A use that the program reaches later is restored from the checkpoint, too."""
+        """See `Topology.reset`. Uses that the program reaches later are also restored from the checkpoint."""
         self.raise_failure()
         restored = checkpoint or NOTHING
         with self._lock:
@@ -260,7 +260,7 @@ class Operators:
         return past | {binding.key: binding.instance.progress for binding in bindings}
 
     def last_statistics(self) -> bytes | None:
-        """A frame with the final statistics of the closed coordinators; None without any."""
+        """A frame with the final statistics of the closed coordinators, or None if there are none."""
         with self._lock:
             host, bindings = self._host, self._ended
         return None if host is None else host.last_statistics(self.id, bindings)
@@ -268,7 +268,7 @@ class Operators:
     # -- End
 
     def forget(self, place: Place) -> None:
-        """Ends the uses in a place and drops their states: the place is executed again, or never will be."""
+        """Ends the uses in a place and drops their states, when the place has ended or before it is executed again."""
         with self._lock:
             ended = self._table.forget(place)
         self._end_early(ended, f"{place!r} has ended, or is executed again")

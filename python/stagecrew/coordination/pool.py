@@ -136,7 +136,7 @@ class Pool:
             self._add_thread()
 
     def set_reader(self, reader: Reader | None) -> None:
-        """Lets an idle thread read this reader from now on, instead of the previous one."""
+        """Makes an idle thread read this reader instead of the previous one."""
         with self._lock:
             before, self._reader = self._reader, reader
         if before is not None:
@@ -151,7 +151,7 @@ class Pool:
                 self._reader = None
 
     def _may_grow(self) -> bool:
-        """Whether to make a thread for a waiting task now, not only later if needed. The caller holds the lock."""
+        """Whether to start a thread for a waiting task at once. The caller holds the lock."""
         if self._threads < self._prompt:
             self._threads += 1
             return True
@@ -165,7 +165,7 @@ class Pool:
         self._timers.later(_GROWTH_DELAY, lambda: self._grow(begun))
 
     def _grow(self, begun: int) -> None:
-        """Makes one more thread if no task has begun meanwhile, because all threads are blocked or busy for long."""
+        """Starts another thread if no task has begun since, because all threads are blocked or busy."""
         with self._lock:
             if not self._ready or self._gates:
                 self._is_growing = False
@@ -202,7 +202,7 @@ class Pool:
                 return
 
     def _read(self, reader: Reader, gate: threading.Lock) -> bool:
-        """Reads until there is a task. Returns False when another thread reads; this one must then wait at its gate."""
+        """Reads until there is a task. Returns False if another thread reads: then this one must wait at its gate."""
         has_read = False
         try:
             has_read = reader.read(self._has_work)
@@ -216,7 +216,7 @@ class Pool:
         return True
 
     def _waited(self, gate: threading.Lock) -> bool:
-        """Waits for a task. Returns False when none came for a while; the thread then ends."""
+        """Waits for a task. Returns False if none arrived for a while: then the thread ends."""
         if gate.acquire(timeout=_IDLE):
             return True
         with self._lock:

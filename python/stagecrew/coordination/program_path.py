@@ -16,12 +16,12 @@ from stagecrew.errors import OperatorMisused
 
 __all__ = ["PLACE", "Place", "ThreadMark", "Uses", "current_place", "operator_of", "this_thread", "unused"]
 
-#: Replaces the ordinal in the key of a coordinator that was made before the session ran and has no use yet.
+#: Replaces the ordinal in the key of a coordinator that was created before the session ran and is not used yet.
 _UNUSED: Final = "unused"
 
 
 class ThreadMark:
-    """Identifies a thread. Unlike the number of `threading.get_ident`, a mark is never reused."""
+    """Identifies a thread. Unlike `threading.get_ident()`, a mark is never reused."""
 
     def __init__(self) -> None:
         self._thread = weakref.ref(threading.current_thread())
@@ -42,7 +42,7 @@ _thread = _Thread()
 
 
 class Place:
-    """One execution of a step, a batch or a topology's `with`; or the program itself, which has no parent.
+    """One execution of a step, a batch or a topology's `with` statement, or the program itself, which has no parent.
 
     The thread that began the place owns it. Only uses by that thread are numbered, because the order of several threads
     differs from run to run. Steps and batches have unique names. Topologies do not, so a place counts the topologies
@@ -58,7 +58,7 @@ class Place:
         self.is_ordered = True
         #: The names of the enclosing steps and batches, outermost first, and its own.
         self.steps: tuple[str, ...] = () if parent is None else parent.steps
-        #: Such as `step=load/batch=3/topology=daily`.
+        #: For example `step=load/batch=3/topology=daily`.
         self.path: str = "" if parent is None else parent.path
         self._owner = _thread.mark
         self._topologies: dict[str, int] = {}

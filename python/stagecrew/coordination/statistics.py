@@ -17,7 +17,7 @@ _TEXT: Final = 1000
 
 
 class Statistics:
-    """The counts of one binding. One thread, or the holder of the host's lock, writes each; any thread reads it."""
+    """The counts of one binding. Each is written by one thread, or under the host's lock, and read by any thread."""
 
     __slots__ = (
         "_gateways",
@@ -85,7 +85,7 @@ class Statistics:
             return self._sent + sum(gateway.sent for gateway in self._gateways)
 
     def raised(self, error: BaseException, fails: bool) -> None:
-        """Notes an error that the coordinator raised, and whether it fails the topology."""
+        """Records an error that the coordinator raised, and whether it fails the topology."""
         self.error = cut_to(_TEXT, f"{type(error).__name__}: {error}")
         self.is_failed = self.is_failed or fails
 

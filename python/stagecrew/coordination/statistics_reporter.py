@@ -28,7 +28,7 @@ _COUNTS: Final = (
 
 
 class StatisticsReporter:
-    """Makes frames of the statistics that changed since the last frame, for all bindings of a session."""
+    """Creates frames with the statistics that changed since the last frame, for all bindings of a session."""
 
     def __init__(self, clock: Callable[[], float], ack_timeout: float, wall: Callable[[], float] = time.time) -> None:
         self._clock, self._ack_timeout, self._wall = clock, ack_timeout, wall
@@ -49,9 +49,10 @@ class StatisticsReporter:
         binding.statistics.acknowledgements.sum = self._acknowledgements
 
     def due(self) -> list[Binding]:
-        """The bindings that may have changed. The caller must pass them to `frame`, which keeps the unquiet ones."""
+        """The bindings that may have changed. The caller must pass them to `frame`, which keeps the active ones."""
         due = list(self._unreported)
-        for binding in due:  # before their counts are read: a binding that is called meanwhile is due again
+        # Removed before their counts are read, so that a binding that is called in between is due again.
+        for binding in due:
             self._unreported.pop(binding, None)
         return due
 
@@ -139,7 +140,9 @@ class StatisticsReporter:
         if (requested := binding.instance.summary_requested_at) is not None and now - requested > _LATE:
             yield "its own thread, which is in a call"
         if (pending := binding.pending) is not None:
-            awaited = "the acknowledgement of events that it sent" if binding.held else "the coordinator's state"
+            awaited = (
+                "the acknowledgement of events that it sent" if binding.holds_events else "the coordinator's state"
+            )
             yield f"{awaited}, for checkpoint {pending.id}"
         silent = {
             one.evaluation.executor

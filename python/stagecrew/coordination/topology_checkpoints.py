@@ -20,7 +20,8 @@ __all__ = ["TopologyCheckpoints"]
 class TopologyCheckpoints:
     """Takes one checkpoint at a time. It asks only coordinators that changed since their last checkpoint.
 
-    `lock` guards the table; `changed` has the bindings whose coordinators were called since their states were taken.
+    `lock` guards the table. `changed` contains the bindings whose coordinators were called since their states were
+    taken.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class TopologyCheckpoints:
                 return self._table.checkpoint(id_)
 
     def _take_changed(self, host: Host | None) -> list[Binding]:
-        """The bindings whose coordinators must be asked. One that is called from now on is asked next time, too.
+        """Returns the bindings whose coordinators must be asked for their state. Clears the set of changed bindings.
 
-        Bindings with a live evaluation are among them, because threads of the coordinator's author may send to it and
-        count the events.
+        Bindings with a live evaluation are included, because the user's own threads may send events to the evaluation
+        and count them in the state.
         """
         live = [] if host is None else host.live_bindings(self._owner)
         with self._lock:
@@ -61,7 +62,7 @@ class TopologyCheckpoints:
             return [binding for binding in changed if self._table.has(binding)]
 
     def _take_states(self, bindings: list[Binding], id_: int, timeout: float, host: Host) -> None:
-        """Stores the states of these bindings in the table, or raises and has them asked again next time."""
+        """Stores the states of these bindings in the table. If this raises, the next checkpoint asks for them again."""
         complete = False
         futures = {binding: host.checkpoint(binding, id_) for binding in bindings}
         try:

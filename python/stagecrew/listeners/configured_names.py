@@ -1,6 +1,6 @@
-"""The names that `spark.stagecrew.listeners` gives to listeners: a name identifies a listener in every process.
+"""The names of listeners in `spark.stagecrew.listeners`. Such a name identifies a listener in every process.
 
-Loaded in every Python worker: the standard library only, and no thread.
+Every Python worker imports this module, so it uses only the standard library and starts no thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _names: Final[weakref.WeakKeyDictionary[Any, tuple[str, ...]]] = weakref.WeakKey
 
 
 def _configured() -> tuple[str, ...]:
-    """The names in `spark.stagecrew.listeners` of this process's session; a worker has none."""
+    """The names in `spark.stagecrew.listeners` of this process's session. A worker has none."""
     context = getattr(getattr(sys.modules.get("pyspark"), "SparkContext", None), "_active_spark_context", None)
     if context is None:
         return ()

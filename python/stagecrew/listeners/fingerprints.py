@@ -17,21 +17,21 @@ __all__ = ["fingerprint"]
 #: Pickle returns the same bytes for each of these in every process.
 _PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes, type(Ellipsis)})
 _NAMED: Final = (types.FunctionType, types.BuiltinFunctionType, type)
-#: The flag of a class that a program defines. Other classes are part of the interpreter, or of an extension.
-_MADE: Final = 1 << 9
+#: The flag of a class that Python code defines. Other classes belong to the interpreter or to an extension.
+_HEAP_TYPE: Final = 1 << 9
 #: Attributes of a class that do not affect its behaviour.
-_BESIDE: Final = frozenset(
+_IGNORED: Final = frozenset(
     {"__module__", "__doc__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__", "_abc_impl"}
 )
 
 
 def fingerprint(function: Any, pickled: bytes) -> bytes:
-    """Returns the same bytes in every process for a function that holds equal values, or for equal values; else others.
+    """Returns a digest that is the same in every process for equal functions or values, and different for others.
 
     A function or class that can be imported by its name is identified by that name. Any other is identified by its
     code (without line numbers), its defaults, the values of its closure, and the globals that it uses. Objects are
-    identified by their pickled form; sets and dicts in any order. `pickled` is the result of cloudpickle. It decides
-    alone if an object can be pickled but not inspected.
+    identified by their pickled form. The order of sets and dicts does not matter. `pickled` is the result of
+    cloudpickle. It is used instead if an object can be pickled but not inspected.
 
     Not promised: equal fingerprints for an object whose pickled form differs each time.
     """
@@ -50,13 +50,13 @@ def _hashed(kind: str, parts: Iterable[bytes]) -> bytes:
 
 
 def _name(value: Any) -> str | None:
-    """The name by which every process finds this function or class, if there is one."""
+    """The name under which every process can import this function or class, or None."""
     if not isinstance(value, _NAMED) or value.__module__ in (None, "__main__"):
         return None
     found: Any = sys.modules.get(value.__module__)
     for part in value.__qualname__.split("."):
         found = getattr(found, part, None)
-    there = found is value or (isinstance(value, type) and not value.__flags__ & _MADE)
+    there = found is value or (isinstance(value, type) and not value.__flags__ & _HEAP_TYPE)
     return f"{value.__module__}.{value.__qualname__}" if there else None
 
 
@@ -74,7 +74,7 @@ def _content(cell: types.CellType) -> list[Any]:
 
 
 class _Walk:
-    """Visits everything that a function holds, once. An object that contains itself is identified by its position."""
+    """Visits each object that a function refers to once. A cyclic reference is identified by its position."""
 
     def __init__(self) -> None:
         self._done: dict[int, tuple[bytes, Any]] = {}  # with the object, so that its id is not reused
@@ -113,7 +113,7 @@ class _Walk:
             return self._all("code", value.co_code, value.co_consts, value.co_exceptiontable, *names, *counts)
         if isinstance(value, type):
             slots = (types.GetSetDescriptorType, types.MemberDescriptorType)
-            own = {k: v for k, v in vars(value).items() if k not in _BESIDE and not isinstance(v, slots)}
+            own = {k: v for k, v in vars(value).items() if k not in _IGNORED and not isinstance(v, slots)}
             return self._all("class", type(value), value.__qualname__, value.__bases__, own)
         if type(value) in (tuple, list):
             return self._all(type(value).__name__, *value)

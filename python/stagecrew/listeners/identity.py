@@ -1,6 +1,6 @@
-"""How a listener that was registered on the driver is found again in a task.
+"""Identifies a listener that was registered on the driver in a task.
 
-Loaded in every Python worker: the standard library only, and no thread.
+Every Python worker imports this module, so it uses only the standard library and starts no thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _key() -> bytes:
 
 @functools.cache
 def _maker() -> bytes:
-    """Identifies the process that created a listener. Digests of two processes cannot be compared: their keys differ."""
+    """Identifies the process that created a listener. Digests of two processes have different keys, and never match."""
     return hashlib.sha256(b"maker" + _key()).digest()[:8]
 
 
@@ -37,7 +37,10 @@ _NO_ARGUMENTS: Final = pickle.dumps(((), {}), protocol=5)
 
 
 class Registration(NamedTuple):
-    """One topology that has a listener. `what` is its name in messages; `ended` is as of when this copy was pickled."""
+    """A topology for which a listener is registered. `what` names it in messages.
+
+    `ended` says whether it had ended when this copy was pickled.
+    """
 
     what: str
     id: str
@@ -45,17 +48,17 @@ class Registration(NamedTuple):
 
 
 class RedefinedError(LookupError):
-    """The listener that is open has the same name and arguments, but different code."""
+    """The open listener has the same name and arguments, but different code."""
 
 
 class Identity:
-    """Identifies a listener in a task, in whatever way the task's function refers to it.
+    """Identifies a listener in a task, however the task's function refers to it.
 
-    `id` is pickled with the listener. A module that the worker imports creates its listeners again: these are
-    recognised by `factory` (module and name of the class or function) and equal arguments. A reference is pickled
-    without its arguments, which may be secrets. It has a digest of them instead, under a key that never leaves its
-    process, so that another process cannot compare it. Therefore a listener that `spark.stagecrew.listeners` names
-    has this name too.
+    `id` is pickled with the listener. A worker that imports a module creates the listeners of the module again. They
+    are recognised by `factory` (the module and name of the class or function) and equal arguments. A reference is
+    pickled without its arguments, which may be secrets. Instead it contains a digest of them. The key of the digest
+    never leaves its process, so digests of different processes cannot be compared. Therefore a listener in
+    `spark.stagecrew.listeners` is also identified by its name there.
     """
 
     def __init__(
@@ -89,13 +92,13 @@ class Identity:
         self.__dict__.update(state, _arguments=None, _defined_by=None)
 
     def registered_for(self, what: str, topology: str) -> None:
-        """Records where the listener was registered, for errors: the last few places, as each task carries them."""
+        """Records where the listener was registered, for errors. Keeps only a few, because each task receives them."""
         # A new list: another thread may pickle the old one.
         others = [one for one in self.topologies if one.what != what]
         self.topologies = [*others, Registration(what, topology)][-_REMEMBERED:]
 
     def has_ended(self, topology: str) -> None:
-        """Records that the topology of this id has ended."""
+        """Records that the topology with this id has ended."""
         self.topologies = [one._replace(ended=True) if one.id == topology else one for one in self.topologies]
 
     def add_name(self, name: str) -> None:
@@ -104,12 +107,12 @@ class Identity:
             self.names = (*self.names, name)
 
     def same_name(self, other: Identity) -> bool:
-        """Whether the configuration registers both by one name."""
+        """Whether the configuration registers both under the same name."""
         return not set(self.names).isdisjoint(other.names)
 
     @property
     def pickled_arguments(self) -> bytes | None:
-        """The arguments as bytes; None when they cannot be pickled."""
+        """The pickled arguments, or None if they cannot be pickled."""
         if self._pickled is None and self._arguments is not None:
             with contextlib.suppress(Exception):
                 self._pickled = pickle.dumps(self._arguments, protocol=5)
@@ -117,7 +120,7 @@ class Identity:
 
     @property
     def digest(self) -> bytes | None:
-        """A keyed digest of the arguments, by the process that created them; None if they cannot be pickled."""
+        """A digest of the arguments, with the key of the process that created them. None if they cannot be pickled."""
         if self._digest is None and self._arguments is not None and self.pickled_arguments is not None:
             import hmac
 
@@ -126,20 +129,20 @@ class Identity:
 
     @property
     def definition(self) -> bytes | None:
-        """A keyed digest of the code, by the process that created the listener; None if the code is imported by name."""
-        made_by = self._defined_by
-        if made_by is not None:
-            if made_by.__module__ == "__main__" or "<locals>" in getattr(made_by, "__qualname__", ""):
+        """A digest of the code, with the key of the creating process. None if the code is imported by name."""
+        function = self._defined_by
+        if function is not None:
+            if function.__module__ == "__main__" or "<locals>" in getattr(function, "__qualname__", ""):
                 import hmac
 
                 from stagecrew.listeners.fingerprints import fingerprint  # only on the driver: it needs PySpark
 
-                self._definition = hmac.digest(_key(), fingerprint(made_by, b""), "sha256")
+                self._definition = hmac.digest(_key(), fingerprint(function, b""), "sha256")
             self._defined_by = None
         return self._definition
 
     def redefines(self, other: Identity) -> bool:
-        """Whether one process created both, from different code."""
+        """Whether the same process created both, from different code."""
         mine, theirs = self.definition, other.definition
         return self._maker == other._maker and mine is not None and theirs is not None and mine != theirs
 
@@ -149,7 +152,7 @@ class Identity:
         return by_digest or None not in (self.pickled_arguments, other.pickled_arguments)
 
     def same(self, other: Identity) -> bool:
-        """Whether both name the same listener."""
+        """Whether both identify the same listener."""
         if self.id == other.id or self.same_name(other):
             return True
         if self.factory != other.factory:
@@ -166,28 +169,28 @@ class Identity:
         return False
 
     def reference(self) -> Identity:
-        """The same identity without the arguments, which may hold secrets."""
-        bare = Identity.__new__(Identity)
-        nothing = self.pickled_arguments == _NO_ARGUMENTS
-        bare.__dict__.update(
+        """The same identity without the arguments, which may contain secrets."""
+        reference = Identity.__new__(Identity)
+        has_no_arguments = self.pickled_arguments == _NO_ARGUMENTS
+        reference.__dict__.update(
             id=self.id,
             factory=self.factory,
             topologies=self.topologies,
             names=self.names,
             _arguments=None,
-            _pickled=_NO_ARGUMENTS if nothing else None,
+            _pickled=_NO_ARGUMENTS if has_no_arguments else None,
             _digest=self.digest,
             _defined_by=None,
             _definition=self.definition,
             _maker=self._maker,
         )
-        return bare
+        return reference
 
 
 def chosen(identity: Identity, known: Sequence[T], of: Callable[[T], Identity]) -> T | None:
     """Returns the first of `known` that is the same listener, or None.
 
-    The listener with the same id comes first, then one that the configuration registers by the same name, then one
+    A listener with the same id is preferred, then one that the configuration registers under the same name, then one
     with the same factory and arguments. Raises `RedefinedError` if only listeners with different code match.
     """
     for matches in (lambda other: other.id == identity.id, identity.same_name):

@@ -1,6 +1,6 @@
 """Lifecycle listeners: code that opens before a topology's first task, closes after its last, and decorates each.
 
-Loaded in every Python worker: the standard library only, and no thread.
+Every Python worker imports this module, so it uses only the standard library and starts no thread.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Lifetime(enum.Enum):
 
 
 def member(kind: type[E], value: Any, what: str) -> E:
-    """Returns the member of an enumeration, which is given as itself or by its value. Raises `ConfigurationError`."""
+    """Returns the member of an enumeration for a member or its value. Raises `ConfigurationError` for anything else."""
     try:
         return kind(value)
     except ValueError:
@@ -76,7 +76,7 @@ def member(kind: type[E], value: Any, what: str) -> E:
 class ListenerContext:
     """The argument of `open` and `close`.
 
-    `configuration` has the executor's Spark configuration, without the keys that `spark.redaction.regex` hides.
+    `configuration` contains the executor's Spark configuration, without the keys that `spark.redaction.regex` hides.
 
     Examples:
         >>> import stagecrew
@@ -125,7 +125,7 @@ class Task:
 class Listener:
     """User code with a lifecycle on the executors. Subclass it, and override the methods that you need.
 
-    `open` runs before the first task of the topology in the listener's scope; at most once until `close`. If it
+    `open` runs before the first task of the topology in the listener's scope, at most once until `close`. If it
     raises, the task fails with that exception, `close` runs once, and a later attempt may open the listener again.
     `close` runs once for each attempt to open, when the topology has ended and none of its tasks is live in this
     process, or when the process ends.
@@ -133,10 +133,10 @@ class Listener:
     `open`, `close` and `decorate` run on the main thread of the process. Listeners open in the order in which they
     are registered, and close and leave `decorate` in reverse order.
 
-    Instances are pickled on the driver and may hold secrets: they never appear in a configuration value or a log.
+    Instances are pickled on the driver and may contain secrets: they never appear in a configuration value or a log.
 
-    With `required = False` a failing `open` does not fail the task: the listener is switched off in this process,
-    with a warning.
+    With `required = False`, a failing `open` does not fail the task. The listener is switched off in this process, and
+    a warning is logged.
 
     Examples:
         class OrdersPool(stagecrew.Listener):
@@ -149,7 +149,7 @@ class Listener:
             def close(self, context):
                 self.pool.close()
 
-    Not promised: that `close` runs in a process that is killed with SIGKILL, or that is inside C code when it is
+    Not promised: `close` does not run in a process that is killed with SIGKILL, or that is inside C code when it is
     cancelled. The correctness of results must not depend on `close`.
 
     Source: FLINK-14184, which asks for this contract per task manager.
@@ -164,7 +164,7 @@ class Listener:
     _stagecrew: Identity
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Notes the class and the arguments, which identify the listener in other processes."""
+        """Records the class and the arguments, which identify the listener in other processes."""
         self = super().__new__(cls)
         object.__setattr__(self, "_stagecrew", Identity(f"{cls.__module__}:{cls.__qualname__}", args, kwargs, cls))
         return self
@@ -213,7 +213,7 @@ class Listener:
         return contextlib.nullcontext()
 
     def get(self) -> Any:
-        """Returns this listener as it was opened. Call it in a task.
+        """Returns the open listener. Call it in a task.
 
         With `Scope.EXECUTOR` it is a pickled copy, because the listener is open in another process.
 
@@ -238,7 +238,7 @@ def listener_name(listener: Listener) -> str:
 
 
 def normalised(listener: Listener) -> Listener:
-    """Converts scope and lifetime that are given by value to members. Raises `ConfigurationError`."""
+    """Converts the values of scope and lifetime to members of their enumerations. Raises `ConfigurationError`."""
     for name, kind in (("scope", Scope), ("lifetime", Lifetime)):
         value = getattr(listener, name)
         if not isinstance(value, kind):
@@ -247,5 +247,5 @@ def normalised(listener: Listener) -> Listener:
 
 
 def decorates(listener: Listener) -> bool:
-    """Whether the listener overrides `decorate`. A listener that does not costs a task nothing."""
+    """Whether the listener overrides `decorate`. If it does not, it adds no cost to a task."""
     return type(listener).decorate is not Listener.decorate

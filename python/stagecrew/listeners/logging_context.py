@@ -1,6 +1,6 @@
-"""A ready-made listener that adds the coordinates of a task to its log records.
+"""A ready-made listener that adds the topology, stage, partition and attempt of a task to its log records.
 
-Loaded in every Python worker: the standard library only, and no thread.
+Every Python worker imports this module, so it uses only the standard library and starts no thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["LoggingContext"]
 class LoggingContext(Listener):
     """Adds `application`, `topology`, `stage`, `partition` and `attempt` to every Python log record of a task.
 
-    A value that a log call gives for one of these names by `extra=` takes precedence.
+    A value in the `extra=` of a log call takes precedence.
 
     Examples:
         logging.Formatter("%(topology)s %(stage)s %(message)s", defaults={"topology": "-", "stage": "-"})

@@ -1,6 +1,6 @@
-"""How `get()` finds what a listener opened, in the worker that opened it or in a test.
+"""Finds the value that a listener opened, for its `get()` in a worker or in a test.
 
-Loaded in every Python worker: the standard library only, and no thread.
+Every Python worker imports this module, so it uses only the standard library and starts no thread.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from stagecrew.listeners.identity import Identity
 
 __all__ = ["LEFT", "PROPERTY", "Resolver", "resolve", "resolving"]
 
-#: Spark's local properties: the topology of a task, and the topologies that ended in the thread that ran the action.
+#: Local properties of Spark: the topology of a task, and the topologies that had ended in the thread of the action.
 PROPERTY: Final = "spark.stagecrew.topology"
 LEFT: Final = "spark.stagecrew.left"
 
 
 class Resolver(Protocol):
-    """Finds what a listener opened. The worker installs one while a task runs, and `stagecrew.testing` another one."""
+    """Finds the value that a listener opened. Workers install a resolver for tasks, `stagecrew.testing` for a test."""
 
     def __call__(self, identity: Identity) -> Any:
         """The opened value. Raises `NotRegisteredError`, or a `LookupError` that says why the value is missing."""
@@ -33,7 +33,7 @@ _resolvers: Final[list[Resolver]] = []
 
 @contextlib.contextmanager
 def resolving(resolver: Resolver) -> Iterator[None]:
-    """Lets `get()` find what `resolver` knows, in all threads of this process. The innermost resolver is asked first."""
+    """Inside, `get()` uses this resolver in all threads of this process. The innermost resolver is used first."""
     _resolvers.append(resolver)
     try:
         yield
@@ -42,7 +42,7 @@ def resolving(resolver: Resolver) -> Iterator[None]:
 
 
 def resolve(identity: Identity, name: str) -> Any:
-    """What a listener opened, for its `get()`. Raises `ResourceNotOpen`, whose message says why and what to do."""
+    """Returns the value that a listener opened. Raises `ResourceNotOpen` with the cause and the remedy."""
     refusals: list[LookupError] = []
     for resolver in reversed(_resolvers):
         try:
@@ -51,7 +51,7 @@ def resolve(identity: Identity, name: str) -> Any:
             refusals.append(error)
     innermost = refusals[0] if refusals else None
     if innermost is None or isinstance(innermost, not_open.NotRegisteredError):
-        raise ResourceNotOpen(not_open.explained(name, identity.topologies, _task(), innermost))
+        raise ResourceNotOpen(not_open.explain(name, identity.topologies, _task(), innermost))
     raise ResourceNotOpen(f"listener {name!r} is not open here: {innermost}.")
 
 
@@ -63,5 +63,5 @@ def _task() -> not_open.Task | None:
 
     if (context := TaskContext.get()) is None:
         return None
-    left = context.getLocalProperty(LEFT) or ""
-    return not_open.Task(context.getLocalProperty(PROPERTY), tuple(left.split()))
+    closed = context.getLocalProperty(LEFT) or ""
+    return not_open.Task(context.getLocalProperty(PROPERTY), tuple(closed.split()))

@@ -1,6 +1,6 @@
-"""Resources: listeners that are made of generator functions.
+"""Resources: listeners that are defined by generator functions.
 
-Loaded in every Python worker: the standard library only, and no thread.
+Every Python worker imports this module, so it uses only the standard library and starts no thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _registering: Final = contextvars.ContextVar("stagecrew_registering", default=Fa
 
 @contextlib.contextmanager
 def registering() -> Iterator[None]:
-    """Inside, resources are pickled with their arguments; otherwise as references."""
+    """Inside, resources are pickled with their arguments. Outside, they are pickled as references."""
     token = _registering.set(True)
     try:
         yield
@@ -38,10 +38,10 @@ def registering() -> Iterator[None]:
 
 
 class Resource(Listener, Generic[T]):
-    """A listener that is made of a generator function. It opens up to the `yield`, and closes after it.
+    """A listener that is defined by a generator function, which opens it before the `yield` and closes it after.
 
-    `@stagecrew.resource` creates it, and `get` returns the yielded value. In the function of a task it is pickled as a
-    reference, without its arguments.
+    `@stagecrew.resource` creates it, and `get` returns the yielded value. A function that a task runs pickles
+    it as a reference, without its arguments.
 
     Examples:
         >>> import stagecrew
@@ -151,12 +151,12 @@ class ResourceFactory(Generic[P, T]):
         return Resource(self, args, kwargs)
 
     def __reduce__(self) -> Any:
-        # By its parts: with `__wrapped__` the function would be pickled twice.
+        # Only these parts: because of `__wrapped__`, the function would be pickled twice.
         return (ResourceFactory, (self.function, self.scope, self.lifetime, self.required, self.name))
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """The parameters of a function; None if Python cannot find them."""
+    """The parameters of a function, or None if Python cannot determine them."""
     try:
         return inspect.signature(function)
     except (ValueError, TypeError):
@@ -164,9 +164,8 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _is_generator_function(function: Any) -> bool:
-    return any(
-        map(inspect.isgeneratorfunction, (function, inspect.unwrap(function), getattr(function, "__call__", None)))  # noqa: B004
-    )
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return any(map(inspect.isgeneratorfunction, (function, inspect.unwrap(function), call)))
 
 
 @overload
@@ -188,23 +187,23 @@ def resource(
     required: bool = True,
     name: str | None = None,
 ) -> Any:
-    """Makes a listener of a generator function that yields once.
+    """Turns a generator function that yields once into a listener.
 
     The part before the `yield` runs as `Listener.open`, and the part after it as `Listener.close`.
 
     Args:
-        function: Takes a `ListenerContext`, and the arguments of the call that creates the listener.
+        function: The generator function. It takes a `ListenerContext`, and the arguments that create the listener.
         scope: A `Scope`, or its value, such as "executor".
         lifetime: A `Lifetime`, or its value, such as "execution".
         required: Whether a failure to open fails the task; see `Listener`.
-        name: The name in reports, logs and the UI; by default the function's.
+        name: The name in reports, logs and the UI; by default the name of the function.
 
     Returns:
         A callable that takes the function's arguments and returns a `Resource`. It raises `ConfigurationError` for
         arguments that the function does not take.
 
     Raises:
-        ConfigurationError: `scope` or `lifetime` is unknown, or `function` is no generator function.
+        ConfigurationError: `scope` or `lifetime` is unknown, or `function` is not a generator function.
 
     Examples:
         >>> @resource(scope=Scope.WORKER)
@@ -223,8 +222,8 @@ def resource(
         called = getattr(function, "__qualname__", type(function).__qualname__)
         if not _is_generator_function(function):
             raise ConfigurationError(
-                f"@resource decorates a generator function, and {called!r} has no yield: open the resource, yield it once, "
-                f"then close it"
+                f"@resource decorates a generator function, but {called!r} has no yield: open the resource, yield it "
+                f"once, then close it"
             )
         if (signature := _signature(function)) is not None and not signature.parameters:
             raise ConfigurationError(f"@resource: the first parameter of {called!r} must be the ListenerContext")

@@ -51,7 +51,7 @@ class AlignmentCoordinator(Coordinator):
         self.context.every(_IDLE_CHECK, self._release, while_live=True)
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> Future[None]:
-        """A source has reached a watermark. The reply is sent when it may read on."""
+        """Handles the watermark of a source. The reply is sent when the source may continue."""
         name, watermark = request
         source = self._source_of(evaluation, name)
         self._group.report(source, watermark)
@@ -61,7 +61,7 @@ class AlignmentCoordinator(Coordinator):
         return permission
 
     def handle_event(self, evaluation: Evaluation, event: Any) -> None:
-        """A source has ended, or is idle."""
+        """Handles the end or the idleness of a source."""
         kind, name = event
         source = self._source_of(evaluation, name)
         self._waiting.pop(source, None)  # a source that waits sends no event, so its request has timed out
@@ -111,7 +111,7 @@ class AlignmentCoordinator(Coordinator):
         self._release()
 
     def _release(self) -> None:
-        """Replies to the sources that may read on."""
+        """Replies to the sources that may continue."""
         for source, (watermark, _) in self._waiting.items():
             self._group.report(source, watermark)  # a source that waits is not idle
         for source in [source for source, (watermark, _) in self._waiting.items() if self._group.allows(watermark)]:
@@ -120,7 +120,7 @@ class AlignmentCoordinator(Coordinator):
 
 
 class Aligner:
-    """A task's side of an alignment: `advance` returns when the source is not too far ahead of the slowest one.
+    """The task's side of an alignment. `advance` waits while the source is too far ahead of the slowest one.
 
     `Alignment.map` passes it to the user's function. Several threads of a task may use it at the same time, each for
     its own sources.
@@ -149,7 +149,7 @@ class Aligner:
         """Reports that a source has reached a watermark, and waits until it is not too far ahead of the slowest source.
 
         Args:
-            watermark: The event time that the source has reached. No row of the source before this time follows.
+            watermark: The event time that the source has reached. No later row of the source has an earlier time.
             source: The name of the source, if the task has several. Any picklable, hashable value.
             timeout: How many seconds to wait, by default `spark.stagecrew.request.timeout`.
 
@@ -161,7 +161,7 @@ class Aligner:
             self._gateway.request((source, watermark), timeout)
         except CoordinationTimeout as error:
             raise OperatorFailed(
-                f"source {self._name(source)} waits at {watermark!r}: the slowest source has not come near enough in "
+                f"source {self._name(source)} waits at {watermark!r}: the slowest source did not advance far enough in "
                 "time. Let a source that has no rows for now call idle(), or set idle_after"
             ) from error
         except RequestFailed as error:
@@ -171,7 +171,7 @@ class Aligner:
             ) from error
 
     def idle(self, source: Any = None) -> None:
-        """Reports that a source has no rows for now. It holds back no other source until it advances again.
+        """Reports that a source has no rows for now. It does not hold back other sources until it advances again.
 
         Args:
             source: The name of the source, if the task has several.
@@ -179,7 +179,7 @@ class Aligner:
         self._gateway.send(("idle", source))
 
     def finish(self, source: Any = None) -> None:
-        """Reports that a source has ended. The end of a task ends all of its sources without this call.
+        """Reports that a source has ended. When a task ends, all of its sources end without this call.
 
         Args:
             source: The name of the source, if the task has several.
@@ -191,7 +191,7 @@ class Aligner:
 
 
 class Alignment:
-    """The alignment of the tasks of one dataset: they advance in event time together. `Topology.align` makes it.
+    """Aligns the tasks of one dataset in event time. `Topology.align` creates it.
 
     Args:
         operator: The operator that the tasks use.
@@ -211,7 +211,7 @@ class Alignment:
         work: Callable[[Aligner, Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]],
         schema: StructType | str,
     ) -> DataFrame:
-        """Maps a dataset as `DataFrame.mapInArrow` does, with an `Aligner` as the function's first argument.
+        """Maps a dataset like `DataFrame.mapInArrow`, with an `Aligner` as the function's first argument.
 
         Args:
             dataset: The dataset whose tasks are aligned with each other.
@@ -233,7 +233,7 @@ class Alignment:
                 f"an alignment maps a function work(aligner, batches), not {type(work).__name__}: pass a function"
             )
         mapped = self._operator.map(dataset, lambda gateway, batches: work(Aligner(gateway), batches), schema)
-        self._is_used = True  # not before: a refused call leaves the alignment unused
+        self._is_used = True  # set last, so that a refused call does not use up the alignment
         return mapped
 
 

@@ -1,4 +1,4 @@
-"""The commit log: it keeps the record that decides each commit. An interface and two implementations."""
+"""The commit log keeps the record that decides each commit. This module has its interface and two implementations."""
 
 from __future__ import annotations
 
@@ -25,31 +25,34 @@ from stagecrew.operators.commit_records import Record
 
 __all__ = ["CommitLog", "FileCommitLog", "MemoryCommitLog", "commit_log_of"]
 
-#: The states of a record after which nothing is left to do.
-OVER: Final = frozenset({"applied", "aborted", "refused"})
-#: How many records of ended commits are kept in memory.
-_KEPT: Final = 100
+#: The states of a record whose commit has ended.
+ENDED_STATES: Final = frozenset({"applied", "aborted", "refused"})
+#: How many records of ended commits `MemoryCommitLog` keeps.
+_MAX_ENDED: Final = 100
 
 _SUFFIX: Final = ".json"
-#: The longest name of a file in bytes, and how much of a longer commit id its file's name has.
-_LONGEST: Final = 255
-_SHOWN: Final = 120
+#: The longest file name, in bytes. A longer name is cut to `_PREFIX` characters, and a digest follows.
+_MAX_NAME: Final = 255
+_PREFIX: Final = 120
 #: The file of a record that is being written. Only the holder of the lock writes it.
 _DRAFT: Final = ".record.tmp"
-#: The errors after which a rename has certainly not happened.
+#: After these errors, a file was certainly not renamed.
 _NOT_RENAMED: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
-#: How many seconds a writer waits for another one.
-_LOCK: Final = 60.0
+#: How many seconds a writer waits for the lock.
+_LOCK_TIMEOUT: Final = 60.0
 
 
 class CommitLog(Protocol):
-    """Keeps one record for each commit. Records change by compare-and-set only.
+    """Keeps one record for each commit. Records change only by compare-and-set.
 
-    A write has three outcomes. It returns: the record is stored, whatever fails from now on. It raises `CommitFailed`:
-    the record is not stored and never will be. It raises `CommitUnknown`: the outcome is unknown, nothing may be
-    deleted, and a repeated write finds out.
+    A write has three outcomes:
 
-    `FileCommitLog` and `MemoryCommitLog` implement it. In a job, the job's store does.
+    * It returns: the record is stored, and no later failure changes this.
+    * It raises `CommitFailed`: the record is not stored and never will be.
+    * It raises `CommitUnknown`: the record may or may not be stored. Nothing may be deleted until a repeated write
+      succeeds or raises `CommitFailed`.
+
+    `FileCommitLog` and `MemoryCommitLog` implement this interface. A job keeps its commit log in its store.
 
     Examples:
         >>> log: CommitLog = MemoryCommitLog()
@@ -77,7 +80,7 @@ class CommitLog(Protocol):
         Args:
             key: The id of the commit.
             record: The new record, as JSON values.
-            version: The version that the record has now, or 0 if it does not exist.
+            version: The current version of the record, or 0 if it does not exist.
 
         Returns:
             The version of the new record.
@@ -90,7 +93,7 @@ class CommitLog(Protocol):
 
 
 class MemoryCommitLog:
-    """A commit log in memory. It lives as long as the driver, and knows the last hundred commits that have ended.
+    """A commit log in the memory of the driver. Of the commits that have ended, it keeps the last hundred.
 
     Use it for commits that no other driver repeats.
 
@@ -103,10 +106,10 @@ class MemoryCommitLog:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._versions = itertools.count(1)  # shared by all records: a forgotten record's versions are never used again
+        self._versions = itertools.count(1)  # shared by all records, so that no version is used twice
         self._records: dict[str, tuple[int, str]] = {}
         #: The keys of commits that have ended, in the order of their ends.
-        self._ended: Bounded[str, None] = Bounded(_KEPT, lambda key, _: self._records.pop(key))
+        self._ended: Bounded[str, None] = Bounded(_MAX_ENDED, lambda key, _: self._records.pop(key))
 
     def read(self, key: str) -> tuple[int, Record] | None:
         """See `CommitLog.read`."""
@@ -123,7 +126,7 @@ class MemoryCommitLog:
                 raise CommitSuperseded(_superseded(key))
             self._records[key] = (next(self._versions), text)
             self._ended.pop(key, None)
-            if record.get("state") in OVER:
+            if record.get("state") in ENDED_STATES:
                 self._ended[key] = None
             return self._records[key][0]
 
@@ -131,8 +134,8 @@ class MemoryCommitLog:
 class FileCommitLog:
     """A commit log in a local folder, for the drivers of one host. A record is durable when its write returns.
 
-    Writers take turns with a lock of the operating system. The kernel frees it when its holder dies. The next writer
-    deletes the draft of a writer that was killed.
+    Writers hold a lock of the operating system, which the kernel releases if the writer dies. The next writer deletes
+    the draft that a killed writer left.
 
     A folder that this class creates has the mode 0700, and all its files have the mode 0600.
 
@@ -158,7 +161,7 @@ class FileCommitLog:
             make_folder(pyarrow.fs.LocalFileSystem(), str(self._folder.absolute()), 0o700)
         except OSError as error:
             raise CommitFailed(
-                f"the folder of the commit log cannot be made: {error}. Use a folder that this user may write to"
+                f"the folder of the commit log cannot be created: {error}. Use a folder that this user may write to"
             ) from error
 
     def read(self, key: str) -> tuple[int, Record] | None:
@@ -173,12 +176,12 @@ class FileCommitLog:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CommitUnknown(
                 f"the record of commit {key!r} cannot be read from {path}: {type(error).__name__}: {error}. Restore "
-                "the file, or give the commit another id"
+                "the file, or use another commit id"
             ) from error
         if stored_key != key:
             raise CommitUnknown(
-                f"the record of commit {key!r} cannot be read: {path} is the record of commit {stored_key!r}. Give it "
-                f"another id"
+                f"the record of commit {key!r} cannot be read: {path} is the record of commit {stored_key!r}. Use "
+                "another commit id"
             )
         return version, record
 
@@ -188,7 +191,7 @@ class FileCommitLog:
             stored = self.read(key)
             if (stored[0] if stored else 0) != version:
                 if stored and stored[0] == version + 1 and stored[1] == record:
-                    return version + 1  # an earlier call of ours with an unknown outcome
+                    return version + 1  # an earlier call of this driver, whose outcome was unknown, wrote the record
                 raise CommitSuperseded(_superseded(key))
             self._put(key, json.dumps({"version": version + 1, "key": key, "record": record}))
         return version + 1
@@ -226,13 +229,13 @@ class FileCommitLog:
     def _not_written(self, key: str, error: OSError) -> CommitFailed:
         return CommitFailed(
             f"the record of commit {key!r} could not be written to {self._folder}, so nothing is decided: {error}. "
-            "Make room, or use another folder for the commit log, and commit again"
+            "Free some space, or use another folder for the commit log, and commit again"
         )
 
     def _path(self, key: str) -> pathlib.Path:
         name = urllib.parse.quote(key, safe="")
-        if len(name) + len(_SUFFIX) > _LONGEST:
-            name = f"{name[:_SHOWN]}={hashlib.sha256(key.encode()).hexdigest()}"  # quoted names have no "="
+        if len(name) + len(_SUFFIX) > _MAX_NAME:
+            name = f"{name[:_PREFIX]}={hashlib.sha256(key.encode()).hexdigest()}"  # quoted names have no "="
         return self._folder / f"{name}{_SUFFIX}"
 
     @contextlib.contextmanager
@@ -245,27 +248,27 @@ class FileCommitLog:
         except OSError as error:
             raise self._not_written(key, error) from error
         with lock:
-            due = time.monotonic() + _LOCK
+            deadline = time.monotonic() + _LOCK_TIMEOUT
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if time.monotonic() > due:
+                    if time.monotonic() > deadline:
                         raise CommitFailed(
                             f"nothing is decided about commit {key!r}: another process has held "
-                            f"{self._folder / '.lock'} for {_LOCK:g} s. End that process if it is stopped, and commit "
-                            "again"
+                            f"{self._folder / '.lock'} for {_LOCK_TIMEOUT:g} s. End that process if it is stopped, and "
+                            "commit again"
                         ) from None
                     time.sleep(0.01)
             yield
 
 
-_COMMIT_AGAIN: Final = "Commit with the same id again to find out"
+_COMMIT_AGAIN: Final = "Commit with the same id again to resolve this"
 
 
 def commit_log_of(given: Any) -> CommitLog:
-    """The commit log that a user passes as an object, or as the path of a folder.
+    """Returns the commit log that a user passes, as an object or as the path of a folder.
 
     Raises `OperatorMisused` for anything else.
     """
@@ -273,11 +276,11 @@ def commit_log_of(given: Any) -> CommitLog:
         return FileCommitLog(os.fsdecode(given))
     if isinstance(given, type) or not all(callable(getattr(given, name, None)) for name in ("read", "write")):
         raise OperatorMisused(
-            f"commit_log={given!r} is no folder on a local disk and keeps no records: give a path, "
-            "FileCommitLog(path), or an object with read and write"
+            f"commit_log={given!r} is neither a folder on a local disk nor a commit log: pass a path, "
+            "FileCommitLog(path), or an object with the methods read and write"
         )
-    found: CommitLog = given
-    return found
+    commit_log: CommitLog = given
+    return commit_log
 
 
 def _delete(draft: pathlib.Path) -> None:
@@ -287,6 +290,6 @@ def _delete(draft: pathlib.Path) -> None:
 
 def _superseded(key: str) -> str:
     return (
-        f"another driver has written the record of commit {key!r} meanwhile: that driver continues, and this one "
+        f"another driver has written the record of commit {key!r}: the other driver continues the commit, and this one "
         f"changes nothing"
     )

@@ -1,4 +1,4 @@
-"""The commit of a DataFrame: the action that stages its rows, and the coordinator that follows the tasks."""
+"""Commits a DataFrame: runs the action that stages its rows, with a coordinator that tracks the tasks."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _METHODS: Final = ("begin", "stage", "commit", "done", "discard")
 
 
 class CommitCoordinator(Coordinator):
-    """Follows the tasks that stage rows.
+    """Tracks the tasks that stage rows, for progress reports and to wait until they end.
 
-    Their offers are hints: the commit has exactly the data that the action's result rows name.
+    It does not decide what is committed: the result rows of the action do.
     """
 
     kind = "commit"
@@ -43,7 +43,7 @@ class CommitCoordinator(Coordinator):
     def __init__(self, context: CoordinatorContext) -> None:
         super().__init__(context)
         self._live: set[int] = set()
-        self._offered: set[int] = set()
+        self._staged: set[int] = set()
         self._changed = threading.Condition()
 
     def ready(self, evaluation: Evaluation, gateway: Gateway) -> None:
@@ -65,8 +65,8 @@ class CommitCoordinator(Coordinator):
         self._remove(evaluation)
 
     def handle_event(self, evaluation: Evaluation, event: Any) -> None:
-        """A task has staged all of its rows."""
-        self._offered.add(evaluation.id)
+        """Records that a task has staged all of its rows."""
+        self._staged.add(evaluation.id)
         self._report()
 
     def waits_for(self) -> str:
@@ -81,7 +81,7 @@ class CommitCoordinator(Coordinator):
             self._changed.notify_all()
 
     def wait_for_tasks(self, seconds: float) -> bool:
-        """Waits, in another thread, until no task stages rows. Returns False after a timeout."""
+        """Waits until no task stages rows. Called in another thread. Returns False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._live, seconds)
 
@@ -92,7 +92,7 @@ class CommitCoordinator(Coordinator):
         self._report()
 
     def _report(self) -> None:
-        self.context.report(staging=len(self._live), staged=len(self._offered))
+        self.context.report(staging=len(self._live), staged=len(self._staged))
 
 
 def commit_dataset(
@@ -102,13 +102,13 @@ def commit_dataset(
     name: str,
     commit_id: str,
     commit_log: CommitLog,
-    patience: float,
+    task_timeout: float,
     content: str | None = None,
     writer: tuple[str, int] | None = None,
 ) -> CommitReport:
     """Implements `Topology.commit`.
 
-    `patience` is how many seconds the driver waits for tasks whose rows are not needed.
+    `task_timeout` is how many seconds the driver waits for tasks whose rows are not needed.
     """
     from pyspark.sql.pandas.types import to_arrow_schema
 
@@ -139,13 +139,13 @@ def commit_dataset(
                 yield pa.record_batch({"message": [json.dumps(message)]})
 
         rows = operator.map(dataset, stage, "message string").collect()
-        return [json.loads(row.message) for row in rows]  # of the attempts that Spark accepted, whatever others offered
+        return [json.loads(row.message) for row in rows]  # only of the attempts that Spark accepted
 
     def wait_for_tasks() -> None:
-        if coordinators and not coordinators[-1].wait_for_tasks(patience):
+        if coordinators and not coordinators[-1].wait_for_tasks(task_timeout):
             _log.warning(
                 "commit %r: after %g s, tasks whose rows are not needed are still staging; their data is deleted",
-                commit_id, patience,
+                commit_id, task_timeout,
             )  # fmt: skip
 
     schema = to_arrow_schema(dataset.schema)
@@ -164,6 +164,6 @@ def _check(dataset: Any, sink: Any) -> None:
     missing = [method for method in _METHODS if not callable(getattr(sink, method, None))]
     if missing:
         raise OperatorMisused(
-            f"{type(sink).__name__} is no Committer: it has no {', '.join(missing)}. Pass a sink of "
+            f"{type(sink).__name__} is not a Committer: it has no {', '.join(missing)}. Pass a sink of "
             "stagecrew.operators.sinks, or define these methods"
         )

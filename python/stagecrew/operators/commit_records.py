@@ -39,22 +39,22 @@ _MARK_FORMAT: Final = 1
 
 _RUN: Final = re.compile(r"[0-9a-f]{32}")
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
-#: The longest text in a mark, and how much of a longer one is kept. So a mark fits in 400 characters, and in a database
-#: column of 512.
-_LONGEST: Final = 60
-_KEPT: Final = 40
+#: The longest text in a mark, in characters, and the length to which a longer text is cut. These limits keep a mark
+#: under 400 characters, so that it fits in a database column of 512.
+_MAX_LENGTH: Final = 60
+_SHORTENED_LENGTH: Final = 40
 
 
 class States:
     r"""The states of a commit's record.
 
         open(run) --decide--> decided(run, messages) --> applied
-           |   \--another driver: open(its run)     \--> refused (it can never be)
+           |   \--another driver takes over--> open(its run)   \--> refused (the sink never accepts it)
            \--> aborted
 
-    An `open` record names the only run that may decide. A driver that takes over or aborts first writes the record and
-    then deletes. If the sink shows a commit whose record is not decided (a copy from before the decision), the record
-    becomes applied, without messages.
+    An `open` record names the only run that may decide. A driver that takes over or aborts the commit first writes the
+    record, and then deletes staged data. If the sink contains a commit whose record is not decided (an old copy), the
+    record becomes applied, without messages.
     """
 
     OPEN = "open"
@@ -66,18 +66,18 @@ class States:
 
 
 def checked(commit_id: str, record: Any) -> Record:
-    """The record, if this version writes such records. Raises `RecordUnreadable` for any other.
+    """Returns the record if this version can read it. Otherwise raises `RecordUnreadable`.
 
-    Run ids become names of folders and tables, so they are checked strictly.
+    Run ids are checked strictly, because they become names of folders and tables.
     """
     if not isinstance(record, dict):
-        raise _not_ours(commit_id, f"it is a {type(record).__name__}")
+        raise _invalid(commit_id, f"it is a {type(record).__name__}")
     format_ = record.get("format")
     if format_ is None:
         raise RecordUnreadable(
             f"an earlier version of stagecrew wrote the record of commit {commit_id!r}, and this version does not read "
-            "it. Nothing was changed or deleted. Finish the commit with the version that wrote it, or give this one "
-            "another id"
+            "it. Nothing was changed or deleted. Finish the commit with the version that wrote it, or use another "
+            "commit id"
         )
     if format_ != FORMAT:
         raise RecordUnreadable(
@@ -86,19 +86,19 @@ def checked(commit_id: str, record: Any) -> Record:
         )
     problem = _problem(record)
     if problem:
-        raise _not_ours(commit_id, problem)
+        raise _invalid(commit_id, problem)
     return record
 
 
-def _not_ours(commit_id: str, problem: str) -> RecordUnreadable:
+def _invalid(commit_id: str, problem: str) -> RecordUnreadable:
     return RecordUnreadable(
-        f"the record of commit {commit_id!r} is not as stagecrew writes it: {problem}. Nothing was changed or deleted. "
-        f"Put a copy of the record in its place"
+        f"the record of commit {commit_id!r} is invalid: {problem}. Nothing was changed or deleted. Restore the record "
+        "from a backup"
     )
 
 
 def _problem(record: Record) -> str:
-    """The first problem of a record of this format, or an empty text."""
+    """Returns the first problem in a record of this format, or an empty string."""
     if record.get("state") not in States.ALL:
         return f"its state is {record.get('state')!r}"
     before = record.get("before")
@@ -106,7 +106,7 @@ def _problem(record: Record) -> str:
         return "it has no list of earlier runs"
     for run in [record.get("run"), *before]:
         if not isinstance(run, str) or not _RUN.fullmatch(run):
-            return f"{run!r} is no id of a run"
+            return f"{run!r} is not a run id"
     if not isinstance(record.get("sink"), str):
         return "it names no sink"
     for name, kinds in _OPTIONAL.items():
@@ -115,9 +115,9 @@ def _problem(record: Record) -> str:
     for message in record.get("messages") or ():
         numbers = [message.get("rows", 0), message.get("bytes", 0)] if isinstance(message, dict) else [None]
         if not all(isinstance(number, int | float) for number in numbers):
-            return f"{message!r} is no message of a task"
+            return f"{message!r} is not a message of a task"
     if record["state"] == States.DECIDED and record.get("messages") is None:
-        return "it is decided, and names nothing to commit"
+        return "it is decided, but has no messages"
     try:
         schema_of(record)
     except (KeyError, TypeError, ValueError, OSError) as error:  # pyarrow raises the last two
@@ -136,12 +136,12 @@ _OPTIONAL: Final[dict[str, tuple[type, ...]]] = {
 
 
 def file_of(commit_id: str, message: dict[str, Any]) -> str:
-    """The name of the file in a message. Raises `RecordUnreadable` for a name that no sink gives, such as a path."""
+    """The file name in a message. Raises `RecordUnreadable` for a name that no sink uses, such as a path."""
     name = message.get("file")
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise RecordUnreadable(
-            f"the record of commit {commit_id!r} names {name!r}, which is no name of a staged file. Nothing was moved "
-            "or deleted. Put a copy of the record in its place"
+            f"the record of commit {commit_id!r} names {name!r}, which is not the name of a staged file. Nothing was "
+            "moved or deleted. Restore the record from a backup"
         )
     return name
 
@@ -157,10 +157,10 @@ def schema_of(record: Record) -> pa.Schema:
 
 
 def columns_of(schema: pa.Schema) -> list[str]:
-    """The names and types of a schema's columns, sorted. A repeat must have the same.
+    """The names and types of a schema's columns, sorted. A repeat must have the same columns.
 
     Sinks take columns in any order, so the order is ignored. Nullability and metadata are ignored too, also in nested
-    types: Spark derives them from its plan, so they may change when the data does not.
+    types: Spark derives them from its plan, so they may change although the data is the same.
     """
     return sorted(f"{field.name}: {_type_of(field.type)}" for field in schema)
 
@@ -184,26 +184,26 @@ class Known:
     columns: Sequence[str]
     rows: int
     time: float
-    #: Whether the facts are those of a sink's mark, which has only the beginning and a digest of long texts.
-    short: bool = False
+    #: Whether the facts come from a sink's mark, in which long texts are shortened.
+    is_shortened: bool = False
 
     def difference(self, schema: pa.Schema, content: str | None) -> str:
-        """How a dataset differs from the committed one, with both values, or an empty text."""
+        """Describes how a dataset differs from the committed one. Returns an empty string if it does not differ."""
         columns = columns_of(schema)
-        if self.short:
+        if self.is_shortened:
             content, columns = None if content is None else _shortened(content), [_shortened(", ".join(columns))]
-        found = []
+        differences = []
         if content != self.content:
-            found.append(f"content is {content!r}, there {self.content!r}")
+            differences.append(f"content is {content!r}, was {self.content!r}")
         ours = [column for column in columns if column not in self.columns]
         theirs = [column for column in self.columns if column not in columns]
         if ours or theirs:
-            found.append(f"columns are {', '.join(ours) or 'fewer'}, there {', '.join(theirs) or 'fewer'}")
-        return "; ".join(found)
+            differences.append(f"columns are {', '.join(ours) or 'fewer'}, were {', '.join(theirs) or 'fewer'}")
+        return "; ".join(differences)
 
     @property
     def when(self) -> str:
-        """The time of the decision, for messages."""
+        """The time of the decision, as text."""
         return dt.datetime.fromtimestamp(self.time, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
@@ -229,27 +229,30 @@ def mark_of(record: Record) -> str:
 
 
 def read_mark(commit_id: str, text: str | None) -> Known | None:
-    """The inverse of `mark_of`. None without a mark, as in commits of early versions. Raises `RecordUnreadable`."""
+    """Reads the text that `mark_of` returned. Returns None if there is no mark, as in commits of early versions.
+
+    Raises `RecordUnreadable` if the mark is invalid or has another format.
+    """
     if not text:
         return None
     try:
         mark = json.loads(text)
         if mark["format"] == _MARK_FORMAT:
-            return Known(mark["content"], [mark["columns"]], int(mark["rows"]), float(mark["time"]), short=True)
+            return Known(mark["content"], [mark["columns"]], int(mark["rows"]), float(mark["time"]), is_shortened=True)
     except (ValueError, KeyError, TypeError) as error:
         raise RecordUnreadable(
-            f"the sink's mark of commit {commit_id!r} is not as stagecrew writes it ({type(error).__name__}). Nothing "
-            "was changed. Give this commit another id"
+            f"the sink's mark of commit {commit_id!r} is invalid ({type(error).__name__}). Nothing was changed. Use "
+            "another commit id"
         ) from error
     raise RecordUnreadable(
         f"the sink's mark of commit {commit_id!r} has format {mark['format']!r}, and this version of stagecrew reads "
-        f"{_MARK_FORMAT}. Nothing was changed. Use the version that wrote it, or give this commit another id"
+        f"{_MARK_FORMAT}. Nothing was changed. Use the version that wrote it, or another commit id"
     )
 
 
 def _shortened(text: str) -> str:
-    """The text, or the beginning and a digest of a text that is long or not printable."""
-    if len(text) <= _LONGEST and text.isprintable():
+    """Returns the text, or, if it is long or not printable, its beginning and a digest."""
+    if len(text) <= _MAX_LENGTH and text.isprintable():
         return text
-    begin = "".join(one if one.isprintable() else "?" for one in text[:_KEPT])
+    begin = "".join(one if one.isprintable() else "?" for one in text[:_SHORTENED_LENGTH])
     return f"{begin}\u2026{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"

@@ -26,7 +26,7 @@ __all__ = [
     "RollForward",
     "delete_earlier_runs",
     "discard",
-    "named",
+    "name_of_sink",
     "read_record",
     "record_applied",
     "report_of",
@@ -35,38 +35,37 @@ __all__ = [
 
 _log = logging.getLogger("stagecrew")
 
-#: How often a commit is applied, or staged data deleted, before the driver gives up.
+#: How many times the driver tries to apply a commit, or to delete staged data.
 _TRIES: Final = 4
-#: The seconds before the second try. The pause doubles before each further try.
+#: The pause before the second try, in seconds. It doubles before each further try.
 _PAUSE: Final = 0.2
-#: A deletion that took longer than this many seconds is not retried, so that a vanished host delays the caller only
-#: once.
-_BRIEF: Final = 10.0
+#: The driver does not retry a deletion after this many seconds, so an unreachable host delays the caller only once.
+_RETRY_LIMIT: Final = 10.0
 
 _LEFTOVER: Final = (
-    "commit %r has staged for %s more than was committed, and the rest of run %s could not be deleted. A repeat with "
-    "its id deletes it"
+    "commit %r is done, but some of the data that it has staged for %s could not be deleted (run %s). A repeat with "
+    "the same id deletes it"
 )
 _ORPHANS: Final = (
-    "what commit %r has staged for %s could not be deleted. It stays in the folders or the table with %s in their "
-    "names, and is never committed. A repeat with the same id deletes it; if there will be no repeat, delete them when "
-    "the sink is back"
+    "the data that commit %r has staged for %s could not be deleted. It is never committed, and stays in the folders "
+    "or the table with %s in their names. A repeat with the same id deletes it. Without a repeat, delete them when the "
+    "sink is available again"
 )
 
 
 def read_record(commit_log: CommitLog, commit_id: str) -> tuple[int, Record] | None:
-    """The version and the record of a commit, or None.
+    """Returns the version and the record of a commit, or None.
 
-    Raises `RecordUnreadable` for a record that this version may not use.
+    Raises `RecordUnreadable` if this version of stagecrew cannot read the record.
     """
     stored = commit_log.read(commit_id)
     return None if stored is None else (stored[0], checked(commit_id, stored[1]))
 
 
 class RollForward:
-    """Applies one decided commit from its record alone, and cleans up.
+    """Applies one decided commit, and cleans up. Needs only the commit's record.
 
-    Any number of drivers may do this at the same time. The sink's own conditional write makes the commit visible once.
+    Any number of drivers may do this at the same time. The sink's conditional write makes the commit visible only once.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class RollForward:
     def run(self) -> CommitReport:
         """Applies the commit, unless it is already applied, and deletes the other staged data."""
         delete_earlier_runs(self._sink, self._commit_id, self._record)
-        if "messages" not in self._record:  # found visible in the sink: nobody knows which staged data belongs to it
+        if "messages" not in self._record:  # the commit was found in the sink, so its staged data is unknown
             return CommitReport(self._commit_id, 0, 0, 0, repeated=True)
         is_applied = self._record["state"] == States.APPLIED
         if not is_applied:
@@ -106,11 +105,14 @@ class RollForward:
                 self._refuse(conflict)
                 raise
             except RecordUnreadable:
-                raise  # a retry would read the same
+                raise  # a retry would read the same record
             except Exception as error:
                 self._check_other_drivers(error, is_last=number == _TRIES)
                 _log.warning(
-                    "commit %r is decided and will be tried again: %s: %s", self._commit_id, type(error).__name__, error
+                    "commit %r is decided but could not be applied, and is retried: %s: %s",
+                    self._commit_id,
+                    type(error).__name__,
+                    error,
                 )
                 self._sleep(pause)
                 pause *= 2
@@ -118,20 +120,20 @@ class RollForward:
     def _is_visible(self) -> bool:
         try:
             return self._sink.done(self._commit_id)
-        except CommitFailed as error:  # the commit is decided, so an unreadable sink does not mean that it failed
+        except CommitFailed as error:  # the commit is decided, so it has not failed
             raise CommitPending(
-                f"commit {self._commit_id!r} is decided, and the sink does not say whether it is done: {error}. "
+                f"commit {self._commit_id!r} is decided, but the sink could not report whether it is visible: {error}. "
                 f"{_COMMIT_AGAIN}"
             ) from error
 
     def _refuse(self, conflict: CommitConflict) -> None:
-        """Records that the sink can never take the rows, then deletes them. Returns when both are done."""
+        """Records that the sink refuses the rows for good, and then deletes them."""
         if not self._is_refused():
             try:
                 self._record_refusal(conflict)
             except CommitSuperseded as superseded:
-                # Another driver wrote first, or this one lost its session. In the second case the commit is still
-                # decided, and the next driver needs all staged data.
+                # Another driver wrote the record first, or this driver lost its session. If it lost its session, the
+                # commit is still decided, and the next driver needs all staged data.
                 if not self._is_ended():
                     raise self._pending_refusal(conflict, superseded) from conflict
                 discard(self._sink, self._staging, self._record["messages"], self._sleep)
@@ -156,21 +158,21 @@ class RollForward:
     def _check_other_drivers(self, error: Exception, is_last: bool) -> None:
         """Raises `CommitSuperseded` if another driver ended the commit, and `CommitPending` after the last try."""
         if self._is_refused():
-            discard(self._sink, self._staging, (), self._sleep)  # this try may have recreated something
+            discard(self._sink, self._staging, (), self._sleep)  # this try may have staged data again
             raise CommitSuperseded(
-                f"the sink refused commit {self._commit_id!r} to another driver meanwhile, and the staged data is "
-                "deleted. This driver changed nothing. Commit with this id again to start over"
+                f"another driver has tried to apply commit {self._commit_id!r}, and the sink refused it. The staged "
+                "data is deleted. This driver changed nothing. Commit with this id again to start over"
             ) from error
         if not is_last:
             return
         if self._is_ended():
             discard(self._sink, self._staging, self._record["messages"], self._sleep)
             raise CommitSuperseded(
-                f"another driver has ended commit {self._commit_id!r} meanwhile, and this one changed nothing: "
+                f"another driver has ended commit {self._commit_id!r}, and this one changed nothing: "
                 f"{type(error).__name__}: {error}"
             ) from error
         raise CommitPending(
-            f"commit {self._commit_id!r} is decided, but could not be done: {type(error).__name__}: {error}. The "
+            f"commit {self._commit_id!r} is decided, but could not be applied: {type(error).__name__}: {error}. The "
             f"staged data stays. {_COMMIT_AGAIN}"
         ) from error
 
@@ -180,12 +182,12 @@ class RollForward:
         return stored is not None and (stored[1]["run"] != self._staging.run or stored[1]["state"] == States.REFUSED)
 
     def _is_ended(self) -> bool:
-        """Whether another driver wrote a later record: after the decision, every later record ends the commit."""
+        """Whether another driver ended the commit: every record that follows the decision ends it."""
         stored = self._stored()
         return stored is not None and stored[0] != self._version
 
     def _stored(self) -> tuple[int, Record] | None:
-        """The record now, or None if it cannot be read."""
+        """Reads the current record. Returns None if it cannot be read."""
         try:
             return read_record(self._commit_log, self._commit_id)
         except (CommitFailed, CommitUnknown, RecordUnreadable):
@@ -196,21 +198,23 @@ _COMMIT_AGAIN: Final = "Commit with the same id and the same commit log again to
 
 
 def record_applied(commit_log: CommitLog, commit_id: str, record: Record, version: int) -> None:
-    """Records that a commit is visible. A failed write is logged only: a repeat finds the commit in the sink."""
+    """Records that a commit is visible. A failure is only logged, because a repeat finds the commit in the sink."""
     try:
         commit_log.write(commit_id, record, version)
     except CommitSuperseded:
         pass  # another driver recorded it
     except (CommitFailed, CommitUnknown):
         _log.warning(
-            "commit %r is done, but its record could not be updated; a repeat finds out", commit_id, exc_info=True
+            "commit %r is done, but its record could not be updated. A repeat finds the commit in the sink",
+            commit_id,
+            exc_info=True,
         )
 
 
 def delete_earlier_runs(sink: Committer, commit_id: str, record: Record) -> None:
-    """Deletes what earlier runs left.
+    """Deletes the staged data of earlier runs.
 
-    Tries once: every repeat tries again, and the caller notices if the sink is unavailable.
+    Does not retry: each repeat deletes it again, and if the sink is unavailable, the caller's next call fails.
     """
     for run in record["before"]:
         discard(sink, Staging(commit_id, run, schema_of(record)), (), None)
@@ -221,7 +225,7 @@ def discard(sink: Committer, staging: Staging, kept: Sequence[Message], sleep: C
 
     Logs a warning for data that it could not delete.
     """
-    pause, due = _PAUSE, time.monotonic() + _BRIEF
+    pause, due = _PAUSE, time.monotonic() + _RETRY_LIMIT
     for tries_left in reversed(range(_TRIES if sleep else 1)):
         try:
             sink.discard(staging, kept)
@@ -229,7 +233,7 @@ def discard(sink: Committer, staging: Staging, kept: Sequence[Message], sleep: C
         except Exception:
             if sleep is None or not tries_left or time.monotonic() > due:
                 text = _LEFTOVER if kept else _ORPHANS
-                _log.warning(text, staging.commit_id, named(sink), staging.run, exc_info=True)
+                _log.warning(text, staging.commit_id, name_of_sink(sink), staging.run, exc_info=True)
                 return
         sleep(pause)
         pause *= 2
@@ -243,11 +247,11 @@ def report_of(commit_id: str, record: Record) -> CommitReport:
 
 
 def staging_of(commit_id: str, record: Record) -> Staging:
-    """The run that a record names, with the mark if the commit is decided."""
+    """The staging of the run in a record, with the mark if the commit is decided."""
     mark = mark_of(record) if record.get("messages") is not None else ""
     return Staging(commit_id, record["run"], schema_of(record), mark)
 
 
-def named(sink: Committer) -> str:
-    """The sink's class and place, without secrets."""
+def name_of_sink(sink: Committer) -> str:
+    """The class and location of a sink, without secrets."""
     return str(getattr(sink, "identity", sink.__class__.__qualname__))

@@ -19,7 +19,7 @@ from stagecrew.operators.commit_rollforward import (
     RollForward,
     delete_earlier_runs,
     discard,
-    named,
+    name_of_sink,
     read_record,
     record_applied,
     report_of,
@@ -32,22 +32,22 @@ __all__ = ["abandon", "commit", "resume"]
 _log = logging.getLogger("stagecrew")
 
 _REPEATED: Final = (
-    "commit %r was done before: it was decided on %s, with %d rows. This call has written nothing. Use another commit "
+    "commit %r was already done: it was decided on %s, with %d rows. This call has written nothing. Use another commit "
     "id for other data"
 )
 _FINISHED_NOW: Final = (
-    "commit %r was decided before, on %s, with %d rows, and is finished now. This call has written nothing else. Use "
+    "commit %r was already decided on %s, with %d rows, and is finished now. This call has written nothing else. Use "
     "another commit id for other data"
 )
 _REPEATED_UNKNOWN: Final = (
-    "commit %r was done before: the sink shows it. When, with how many rows and for which content is not known. This "
-    "call has written nothing. Use another commit id for other data"
+    "commit %r was already done: the sink contains it. Its time, number of rows and content are unknown. This call has "
+    "written nothing. Use another commit id for other data"
 )
 _OTHER_RUN: Final = "an earlier run of this job has decided commit %r, and its rows stay. This run differs: %s"
 _NOT_DELETED: Final = (
-    "commit %r is aborted, and will never be finished. The data staged for %s stays, because the sink cannot say "
-    "whether the commit is visible: the folders or the tables with %s in their names. When the sink is back, delete "
-    "them unless it shows this commit"
+    "commit %r is aborted, and will never be finished. The sink could not report whether the commit is visible, so the "
+    "data staged for %s stays: the folders or the tables with %s in their names. When the sink is available again, "
+    "delete them unless the sink contains this commit"
 )
 
 
@@ -64,10 +64,10 @@ def commit(
     writer: tuple[str, int] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> CommitReport:
-    """Commits what `execute` stages, once. A commit that was already decided is finished, and `execute` is not called.
+    """Commits the rows that `execute` stages, once. If the commit is already decided, finishes it without `execute`.
 
-    The record in the commit log is the decision: before it is written, a new driver only aborts; after it, it only
-    rolls forward.
+    The record in the commit log is the decision. Before this record is written, a new driver can only abort the commit.
+    Afterwards, a new driver can only finish it.
 
     Args:
         sink: Where the rows become visible.
@@ -75,10 +75,10 @@ def commit(
         commit_id: The id of the commit.
         schema: The Arrow schema of the dataset.
         execute: Runs the tasks, and returns the messages of the attempts that Spark accepted.
-        wait_for_tasks: Returns when no task stages rows any more, or after a timeout.
+        wait_for_tasks: Waits until no task stages rows any more, or until a timeout.
         sleep: Waits between two tries.
         content: The caller's name for the rows. A repeat must have the same.
-        writer: The id of the job and the number of its run.
+        writer: The id of the job and the number of its run, if a job commits.
         clock: The time of the decision, in seconds since the epoch.
 
     Returns:
@@ -96,18 +96,18 @@ def commit(
             f"the content of a commit is a text, such as a date or a snapshot id, not {content!r}: pass a str, or "
             "leave it out"
         )
-    use = _Use(sink, commit_log, commit_id, schema, content, writer, sleep)
+    call = _Call(sink, commit_log, commit_id, schema, content, writer, sleep)
     stored = read_record(commit_log, commit_id)
-    report = None if stored is None else use.repeat_from_record(*stored)
+    report = None if stored is None else call.repeat_from_record(*stored)
     if report is None and sink.done(commit_id):  # the sink may remember a commit for longer than the log
-        report = use.repeat_from_sink(stored)
-    return report or use.first_time(stored, execute, wait_for_tasks, clock)
+        report = call.repeat_from_sink(stored)
+    return report or call.first_time(stored, execute, wait_for_tasks, clock)
 
 
 def resume(sink: Committer, commit_log: CommitLog, commit_id: str, sleep: Callable[[float], None] = time.sleep) -> bool:
-    """Rolls a decided commit forward, from its record alone.
+    """Finishes a commit if it is decided. Needs only its record.
 
-    Returns whether it is decided. Raises the same errors as `commit`.
+    Returns whether the commit is decided. Raises the same errors as `commit`.
     """
     stored = read_record(commit_log, commit_id)
     if stored is None or stored[1]["state"] not in (States.DECIDED, States.APPLIED):
@@ -123,10 +123,11 @@ def abandon(
     last: bool = True,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Aborts a commit that is not decided, permanently, and deletes its staged data. Raises the errors of `commit`.
+    """Permanently aborts a commit that is not decided, and deletes its staged data. Raises the errors of `commit`.
 
-    Rows that the sink shows stay: the record is then a copy from before the decision. If the sink cannot say whether it
-    shows them, this raises `CommitPending`, or, if it is the `last` call, aborts and deletes nothing.
+    If the sink contains the commit, the record is an old copy. Then the rows stay, and the record becomes applied. If
+    the sink cannot report whether it contains the commit, this raises `CommitPending`; the `last` call instead aborts
+    the commit and deletes nothing.
     """
     stored = read_record(commit_log, commit_id)
     if stored is None or stored[1]["state"] not in (States.OPEN, States.ABORTED):
@@ -138,13 +139,13 @@ def abandon(
     except Exception as error:
         if not last:
             raise CommitPending(
-                f"the sink does not say whether commit {commit_id!r} is done: {type(error).__name__}: {error}. It is "
-                "asked again"
+                f"the sink could not report whether commit {commit_id!r} is visible: {type(error).__name__}: {error}. "
+                "This is retried"
             ) from error
         runs = ", ".join([*record["before"], record["run"]])
-        _log.warning(_NOT_DELETED, commit_id, named(sink), runs, exc_info=True)
+        _log.warning(_NOT_DELETED, commit_id, name_of_sink(sink), runs, exc_info=True)
     if is_visible:
-        commit_log.write(commit_id, _found_visible(record, _stored_mark(sink, commit_id)), version)
+        commit_log.write(commit_id, _found_in_sink(record, _stored_mark(sink, commit_id)), version)
         return
     if record["state"] == States.OPEN:  # after this write no driver can decide the commit
         commit_log.write(commit_id, record | {"state": States.ABORTED, "reason": "its job has ended"}, version)
@@ -155,8 +156,8 @@ def abandon(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Use:
-    """One call of `commit`: its arguments, and the steps of a repeat and of a first use."""
+class _Call:
+    """One call of `commit`: its arguments, and how it repeats a commit or commits for the first time."""
 
     sink: Committer
     commit_log: CommitLog
@@ -167,16 +168,16 @@ class _Use:
     sleep: Callable[[float], None]
 
     def repeat_from_record(self, version: int, record: Record) -> CommitReport | None:
-        """Finishes the commit that the record decides. None if it decides nothing."""
+        """Finishes the commit if its record is decided or applied. Otherwise returns None."""
         state = record["state"]
-        if record["sink"] != named(self.sink):
+        if record["sink"] != name_of_sink(self.sink):
             self._require_earlier_run(record)
             return report_of(self.commit_id, record)
         is_anonymous = getattr(self.sink, "identity", None) is None
         if state == States.APPLIED and is_anonymous and not self.sink.done(self.commit_id):
             raise OperatorMisused(
-                f"commit {self.commit_id!r} is done, but not in this sink: give each sink ids of its own, such as with "
-                "its name in front"
+                f"commit {self.commit_id!r} is done, but not in this sink: use different commit ids "
+                "for different sinks, such as ids that begin with the name of the sink"
             )
         if state not in (States.DECIDED, States.APPLIED):
             return None
@@ -187,14 +188,14 @@ class _Use:
         return report
 
     def repeat_from_sink(self, stored: tuple[int, Record] | None) -> CommitReport:
-        """Reports a commit that the sink shows and the log does not know as decided."""
+        """Returns the report of a commit that the sink contains, although the log has no decision."""
         mark = _stored_mark(self.sink, self.commit_id)
         decided = read_mark(self.commit_id, mark)
         self._require_same_data(decided, None if stored is None else stored[1])
-        if stored is not None:  # the record is a copy from before the decision
+        if stored is not None:  # the record is an old copy, from before the decision
             version, record = stored
             delete_earlier_runs(self.sink, self.commit_id, record)
-            record_applied(self.commit_log, self.commit_id, _found_visible(record, mark), version)
+            record_applied(self.commit_log, self.commit_id, _found_in_sink(record, mark), version)
         self._warn_of_repeat(decided, _REPEATED)
         return CommitReport(self.commit_id, 0, 0, 0, repeated=True)
 
@@ -208,8 +209,8 @@ class _Use:
         """Opens the commit, runs the tasks, records the decision, and applies it."""
         staging = Staging(self.commit_id, uuid.uuid4().hex, self.schema)
         opened = self._opened(staging, None if stored is None else stored[1])
-        # After this write no earlier run can decide. A paused one may still stage, so its data is deleted by this run
-        # and each later one.
+        # After this write no earlier run can decide. A suspended run may still stage data, so this run and each later
+        # one delete it.
         version = self.commit_log.write(self.commit_id, opened, stored[0] if stored else 0)
         try:
             delete_earlier_runs(self.sink, self.commit_id, opened)
@@ -235,7 +236,7 @@ class _Use:
             "state": States.OPEN,
             "run": staging.run,
             "before": [*earlier["before"], earlier["run"]] if earlier else [],
-            "sink": named(self.sink),
+            "sink": name_of_sink(self.sink),
             "schema": encoded_schema(self.schema),
             "content": self.content,
             "job": job,
@@ -250,16 +251,16 @@ class _Use:
         error: BaseException,
         wait_for_tasks: Callable[[], None],
     ) -> None:
-        """Records the abort, and only then deletes. Never raises, so that the caller sees the original error."""
+        """Records the abort, then deletes the staged data. Never raises, so that the caller gets the original error."""
         try:
             aborted = opened | {"state": States.ABORTED, "reason": str(error)[:1000]}
             self.commit_log.write(self.commit_id, aborted, version)
         except CommitFailed:
-            pass  # another driver has the record, or none was written: no driver will decide for this run
+            pass  # another driver wrote the record, or no record was written: no driver will commit this run
         except Exception:
             _log.warning(
-                "it is unknown whether commit %r is aborted: the staged data stays. Commit with its id again to clean "
-                "up",
+                "it is unknown whether commit %r is aborted, so the staged data stays. Commit with the same id again "
+                "to clean up",
                 self.commit_id, exc_info=True,
             )  # fmt: skip
             return
@@ -268,10 +269,10 @@ class _Use:
         discard(self.sink, staging, (), self.sleep)
 
     def _require_earlier_run(self, record: Record) -> None:
-        """Raises `OperatorMisused` for another sink's commit, unless an earlier run of the same job applied it."""
+        """Raises `OperatorMisused` for a commit to another sink, unless an earlier run of the same job applied it."""
         difference = (
-            f"commit {self.commit_id!r} is known for {record['sink']}, not for {named(self.sink)}: give each sink ids "
-            "of its own, such as with its name in front"
+            f"commit {self.commit_id!r} belongs to {record['sink']}, not to {name_of_sink(self.sink)}: use "
+            "different commit ids for different sinks, such as ids that begin with the name of the sink"
         )
         is_applied = record["state"] == States.APPLIED and "messages" in record
         if not (self._is_of_earlier_run(record) and is_applied):
@@ -281,7 +282,7 @@ class _Use:
     def _require_same_data(self, decided: Known | None, record: Record | None) -> None:
         """Raises `OperatorMisused` if the commit was decided for other data.
 
-        An earlier run of the same job decides for all runs.
+        If an earlier run of the same job decided it, this only logs a warning: its decision is valid for all runs.
         """
         difference = "" if decided is None else decided.difference(self.schema, self.content)
         if not difference or decided is None:
@@ -295,9 +296,9 @@ class _Use:
         _log.warning(_OTHER_RUN, self.commit_id, text)
 
     def _is_of_earlier_run(self, record: Record) -> bool:
-        """Whether an earlier run of the same job wrote it.
+        """Whether an earlier run of the same job wrote the record.
 
-        Each run computes its values again; some, such as a date, may differ.
+        Each run computes its values again, and some of them, such as a date, may differ.
         """
         return (
             self.writer is not None
@@ -322,10 +323,10 @@ def _stored_mark(sink: Committer, commit_id: str) -> str | None:
     return stored_mark(commit_id) if callable(stored_mark) else None
 
 
-def _found_visible(record: Record, mark: str | None) -> Record:
-    """The record of a commit that the sink shows.
+def _found_in_sink(record: Record, mark: str | None) -> Record:
+    """The record of a commit that was found in the sink.
 
-    Its run and messages are unknown; the sink's mark has the other facts.
+    Its run and messages are unknown. The sink's mark contains the other facts.
     """
     kept = ("format", "run", "before", "sink", "schema", "job", "attempt")
     return {name: record.get(name) for name in kept} | {"state": States.APPLIED, "mark": mark}

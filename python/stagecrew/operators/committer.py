@@ -1,4 +1,4 @@
-"""The contract of a sink, and the small objects that pass between it, the tasks and the driver."""
+"""The interface of a sink, and the objects that it exchanges with the tasks and the driver."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Message = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Staging:
-    """One driver's run at a commit. Each run stages its data apart from all other runs.
+    """One run of a commit. Each run stages its data separately from all other runs.
 
-    Stagecrew makes these objects and passes them to the methods of a `Committer`. A repeat of a commit has the same id
-    and another run.
+    stagecrew creates these objects and passes them to the methods of a `Committer`. If a driver starts a commit again,
+    the new run has the same commit id and another run id.
 
     Args:
         commit_id: The id of the commit.
@@ -54,7 +54,7 @@ class CommitReport:
         >>> CommitReport("day-1", parts=2, rows=100, bytes=2048, repeated=False).rows
         100
 
-    Not promised: `parts`, `rows` and `bytes` of a commit that only the sink remembers. They are 0 then.
+    Not promised: `parts`, `rows` and `bytes`. They are 0 for a commit that only the sink remembers.
     """
 
     commit_id: str
@@ -65,15 +65,15 @@ class CommitReport:
 
 
 class Committer(Protocol):
-    """A sink for `Topology.commit`: it stages rows where nobody reads them, and makes all of them visible at once.
+    """A sink for `Topology.commit`. It stages rows where no reader sees them, and then makes them visible at once.
 
     The sink is pickled to tasks, which call `stage`. The driver calls the other methods, one at a time. Any call may be
-    repeated, also by another driver, and an earlier call may have stopped at any point. So each method must work when a
-    part of its effect is already there.
+    repeated, also by another driver, and an earlier call may have stopped at any point. So each method must work if an
+    earlier call already did part of its work.
 
-    A sink may have three more members:
+    A sink may have three optional members:
 
-    * `identity`, a text without secrets that says where the sink writes. An id that was used for one identity is
+    * `identity`, a text without secrets that says where the sink writes. A commit id that was used for one identity is
       refused for another.
     * `in_tasks()`, which returns the object that is pickled to tasks in place of the sink, such as a copy without
       passwords.
@@ -107,23 +107,23 @@ class Committer(Protocol):
     """
 
     def begin(self, staging: Staging) -> None:
-        """Prepares the place where tasks stage their rows.
+        """Prepares the location where tasks stage their rows.
 
         Args:
             staging: The run that begins.
 
         Raises:
-            CommitFailed: If a dataset of this schema cannot be committed, or the place cannot be written.
+            CommitFailed: If a dataset of this schema cannot be committed, or the location cannot be written to.
         """
 
     def stage(
         self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]
     ) -> Message | None:
-        """Writes the rows of one task where nobody reads them. Runs in the task.
+        """Writes the rows of one task where no reader sees them. Runs in the task.
 
-        Several attempts may write for one partition, even after the driver stopped waiting for them. Nothing that is
-        written after the run's `discard` may remain. So a sink checks last, after it has written, whether its run still
-        goes on.
+        Several attempts may write for one partition, even after the driver stopped waiting for them. No data that is
+        written after the run's `discard` may remain. So this method must check, after it has written its data, whether
+        the run was discarded, and then delete the data.
 
         Args:
             staging: The run that the task belongs to.
@@ -148,8 +148,8 @@ class Committer(Protocol):
             messages: The messages of the task attempts that Spark accepted.
 
         Raises:
-            CommitConflict: If the sink can never accept these rows. After that, no other driver may succeed with the
-                same call, even one that is in the middle of it.
+            CommitConflict: If the sink can never accept these rows. From then on the same call must not succeed in any
+                other driver, even if that driver has already begun it.
         """
 
     def done(self, commit_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""How the values of a superstep become one: pure functions of a list, in the order of subtasks. No Spark."""
+"""Reduces the values of a superstep to one: pure functions of a list in the order of subtasks. Without Spark."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class ReducerCall(NamedTuple):
     """A reducer as a task sends it. Tasks use the same reducer if the names are equal."""
 
     name: str
-    #: The user's own function, pickled. None for a ready-made reducer.
+    #: The user's function, pickled. None for a ready-made reducer.
     function: bytes | None = None
 
 
 def reduced(reducer: ReducerCall, values: Sequence[Any]) -> Any:
-    """Reduces the values, which are in the order of subtasks. Ignores None; the result is None if all values are.
+    """Reduces the values, which are in the order of subtasks. Ignores None. Returns None if all values are None.
 
     Raises `OperatorFailed` for values that cannot be reduced together.
     """
@@ -44,7 +44,7 @@ def reduced(reducer: ReducerCall, values: Sequence[Any]) -> Any:
 
 
 def reducer_call(reducer: Reducer, name: str | None = None) -> ReducerCall:
-    """A reducer as a task sends it, under `name` or its own name.
+    """Returns a reducer as a task sends it, under `name` or its own name.
 
     Raises `OperatorMisused` for an unknown ready-made reducer, for an object that cannot be called or pickled, and for
     a function that needs a `name` and has none.
@@ -81,7 +81,7 @@ def _checked_name(name: Any) -> str:
 
 
 def _importable_name(reducer: Any) -> str | None:
-    """The name under which every process can import the function. None if there is no such name, as for a lambda."""
+    """The name under which every process can import the function. None if there is none, as for a lambda."""
     module = getattr(reducer, "__module__", None)
     path = getattr(reducer, "__qualname__", None) or getattr(reducer, "__name__", None)
     if not isinstance(module, str) or not isinstance(path, str) or module == "__main__":
@@ -112,7 +112,7 @@ def _pickled(reducer: Any) -> bytes:
 
 
 def _require_alike(name: str, values: Mapping[int, Any]) -> None:
-    """Raises `OperatorFailed` unless all values are of one kind, and of one shape unless they are concatenated."""
+    """Raises `OperatorFailed` unless all values have the same kind, and, except for "concat", the same shape."""
     found = {subtask: (_kind(value), _shape(value) if name != "concat" else None) for subtask, value in values.items()}
     first, *others = found
     for other in others:

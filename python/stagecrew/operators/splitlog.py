@@ -1,4 +1,4 @@
-"""The split log: which splits each subtask got. It makes a dynamic source deterministic. Without Spark and threads."""
+"""The split log records which splits each subtask received. It makes a dynamic source deterministic. Without Spark."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["HELD", "SplitLog"]
 
-#: The reply for a split that may not be given out yet.
+#: The reply if no split may be assigned yet.
 HELD: Final = b""
 
-#: How many splits are read ahead if the enumerator knows locations, so that the log can choose one near the task.
+#: How many splits are read ahead if the enumerator knows locations, so that the log can assign a split near the task.
 _AHEAD: Final = 64
 
 
@@ -32,7 +32,7 @@ class SplitLog:
     the enumerator is exhausted, all logs are sealed. A split is pickled once. Two splits are the same if their pickled
     bytes are equal, or if they are hashable and equal.
 
-    The enumerator is an `Enumerator` or an iterable. It is read from the first request on. `on_split` is called for
+    The enumerator is an `Enumerator` or an iterable. It is first read for the first request. `on_split` is called for
     each split that it yields, and returns whether there is time to read ahead.
     """
 
@@ -55,7 +55,7 @@ class SplitLog:
     def at(self, subtask: int, index: int, host: str, reading: WatermarkGroup[Any] | None = None) -> bytes | None:
         """The pickled split at an index of the subtask's log, or None if the log is sealed and has no more.
 
-        If splits have event times, `reading` decides whether a new split may be given out now. If not, the result is
+        If splits have event times, `reading` decides whether a new split may be assigned now. If not, the result is
         `HELD`. Raises `OperatorFailed` for an error of the enumerator, now and in all later calls, and for an index
         beyond the log.
         """

@@ -1,4 +1,4 @@
-"""Splits: a dynamic source. A task that has read its split pulls the next one from the coordinator."""
+"""A dynamic source of splits. A task that has read its split pulls the next one from the coordinator."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 __all__ = ["SplitCoordinator", "read_splits"]
 
-#: The period, in seconds, of the check that the enumerator is not late.
+#: The period, in seconds, of the check whether the enumerator is late.
 _WATCH: Final = 1.0
-#: For how many seconds one request may read ahead, if the enumerator knows locations.
+#: How many seconds one request may spend on reading ahead, if the enumerator knows locations.
 _AHEAD: Final = 1.0
 #: The period, in seconds, of the check for idle evaluations, if splits have event times.
 _IDLE_CHECK: Final = 0.2
-#: After how many seconds a held request is answered with `HELD`, so that its task asks again: far below the request
+#: After this many seconds, a held request gets the reply `HELD`, and its task asks again. This is far below the request
 #: timeout.
 _HOLD: Final = 5.0
 
 
 @dataclasses.dataclass
 class _HeldRequest:
-    """A request for a split that may not be given out yet.
+    """A request that waits, because no split may be assigned yet.
 
-    At `until`, the task gets the reply `HELD` and asks again.
+    At the time `until`, the task gets the reply `HELD` and asks again.
     """
 
     evaluation: Evaluation
@@ -55,20 +55,20 @@ class _HeldRequest:
 
 
 class SplitCoordinator(Coordinator):
-    """Gives splits to subtasks, according to the split log.
+    """Assigns splits to subtasks, and records them in the split log.
 
-    Reads the enumerator on its own thread, one split at a time.
+    Reads the enumerator on the coordinator's thread, one split at a time.
     """
 
     kind = "splits"
 
-    def __init__(self, context: CoordinatorContext, enumerator: Any, patience: float) -> None:
+    def __init__(self, context: CoordinatorContext, enumerator: Any, enumerator_timeout: float) -> None:
         super().__init__(context)
         #: How many seconds the enumerator may take for one split.
-        self._patience = patience
+        self._enumerator_timeout = enumerator_timeout
         self._is_list = isinstance(enumerator, Sequence)
         self._splits = len(enumerator) if self._is_list else None
-        self._read: dict[int, int] = {}  # subtask -> how many splits of its log it has read
+        self._read: dict[int, int] = {}  # subtask -> the number of splits of its log that it has read
         self._log = SplitLog(enumerator, f"operator {context.operator!r}", self._on_split)
         #: While a request reads the enumerator: when the request began, and when the last split arrived.
         self._request_began = 0.0
@@ -84,15 +84,15 @@ class SplitCoordinator(Coordinator):
         """See `Coordinator`."""
         if not self._is_list:
             self.context.call_async(
-                self._check_enumerator, _ignore, period=min(_WATCH, self._patience / 4), while_live=True
+                self._check_enumerator, _ignore, period=min(_WATCH, self._enumerator_timeout / 4), while_live=True
             )
         if self._reading is not None:
             self.context.every(_IDLE_CHECK, self._release_held, while_live=True)
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> bytes | Future[bytes | None] | None:
-        """A task asks for the split at an index of its subtask's log, and has read the one before.
+        """Handles the request for the split at an index of the subtask's log. The task has read the split before it.
 
-        The reply is None at the end.
+        The reply is None after the last split.
         """
         index, host = request
         assert evaluation.subtask is not None
@@ -105,7 +105,7 @@ class SplitCoordinator(Coordinator):
         if split != HELD:
             self._release_held()
             return split
-        until = time.monotonic() + min(_HOLD, self._patience / 4)
+        until = time.monotonic() + min(_HOLD, self._enumerator_timeout / 4)
         held = self._held[evaluation.id] = _HeldRequest(evaluation, index, host, until, Future())
         return held.reply
 
@@ -146,12 +146,12 @@ class SplitCoordinator(Coordinator):
             self._waiting_since = None
 
     def _on_split(self) -> bool:
-        """The enumerator has yielded a split. Returns whether the request has time to read ahead."""
+        """Records that the enumerator has yielded a split. Returns whether the request has time to read ahead."""
         self._waiting_since = now = time.monotonic()
-        return now - self._request_began < min(_AHEAD, self._patience / 4)
+        return now - self._request_began < min(_AHEAD, self._enumerator_timeout / 4)
 
     def _release_held(self) -> None:
-        """Replies to held requests whose split may be given out now, or that have been held for long enough."""
+        """Replies to held requests whose split may be assigned now, and to those that were held long enough."""
         assert self._reading is not None
         now = time.monotonic()
         for id_, held in list(self._held.items()):
@@ -174,7 +174,7 @@ class SplitCoordinator(Coordinator):
     def progress(self) -> dict[str, Any]:
         """See `Coordinator`.
 
-        A split is done when its task asks for the next one. The number left is known if the splits are a list.
+        A split is done when its task asks for the next one. The remaining number is known if the splits are a list.
         """
         given, done = self._log.given, sum(self._read.values())
         found = {"splits done": done, "splits in work": given - done}
@@ -192,11 +192,12 @@ class SplitCoordinator(Coordinator):
 
     def _check_enumerator(self) -> None:
         since = self._waiting_since
-        if since is not None and time.monotonic() - since > self._patience:
+        if since is not None and time.monotonic() - since > self._enumerator_timeout:
             self.context.fail(
                 OperatorFailed(
-                    f"the enumerator of {self._log.name} has not given its next split within {self._patience:g} s: it "
-                    "blocks, or is slow. Make it faster, or raise spark.stagecrew.request.timeout"
+                    f"the enumerator of {self._log.name} has not yielded its next split within "
+                    f"{self._enumerator_timeout:g} s: it blocks, or is slow. Make it faster, or raise "
+                    "spark.stagecrew.request.timeout"
                 )
             )
 
@@ -206,7 +207,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _ignore(_result: Any, _error: BaseException | None) -> None:
-    """`_check_enumerator` reports a late enumerator itself."""
+    """Does nothing, because `_check_enumerator` itself reports a late enumerator."""
 
 
 def read_splits(
@@ -236,10 +237,10 @@ def read_splits(
     tasks = context.defaultParallelism if parallelism is None else parallelism
     if not isinstance(tasks, int) or tasks < 1:
         raise OperatorMisused(f"parallelism is the number of tasks, a whole number of at least 1, not {tasks!r}")
-    patience = (
+    enumerator_timeout = (
         0.9 * scope.request_timeout
     )  # the coordinator names the late enumerator before the task's request times out
-    operator = Operator(scope, name, lambda made_for: SplitCoordinator(made_for, enumerator, patience), use)
+    operator = Operator(scope, name, lambda made_for: SplitCoordinator(made_for, enumerator, enumerator_timeout), use)
     session = SparkSession.getActiveSession() or SparkSession(context)
 
     def work(gateway: TaskGateway, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -251,8 +252,8 @@ def read_splits(
 def read_subtask(
     gateway: TaskGateway, batches: Iterator[pa.RecordBatch], read: Callable[[Any], Iterable[pa.RecordBatch]]
 ) -> Iterator[pa.RecordBatch]:
-    """The task's side: reads the splits in its subtask's log, then asks for more."""
-    for _ in batches:  # the one row of this subtask carries no data
+    """The task's side: reads the splits in the subtask's log, then requests more splits."""
+    for _ in batches:  # the single row of this subtask contains no data
         pass
     index = 0
     while True:

@@ -1,4 +1,4 @@
-"""A task's side of supersteps."""
+"""The task's side of supersteps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SuperstepContext"]
 
 
 class SuperstepContext:
-    """A task's place in the supersteps: every task gets the same result from each `reduce`.
+    """The task's side of supersteps. Every task gets the same result from each `reduce`.
 
     `Topology.supersteps` passes it to the user's function. Only the thread that runs this function may use it.
 
@@ -24,12 +24,12 @@ class SuperstepContext:
         gateway: The task's connection to the coordinator.
         members: The number of tasks.
         timeout: How many seconds one step may take.
-        piece: The largest number of bytes in one message. Larger values travel in several.
+        piece: The largest number of bytes in one message. Larger values are sent in several messages.
 
     Attributes:
         subtask: The number of this task, from 0.
         subtasks: The number of tasks.
-        step: How often this task has reduced.
+        step: The number of times that this task has called `reduce`.
         stopped: Whether the driver's `stop_when` returned True for the last result. It has the same value in all tasks.
 
     Examples:
@@ -55,7 +55,7 @@ class SuperstepContext:
         """Combines the values of all tasks into one value, and returns it in every task. Waits for the other tasks.
 
         The driver reduces the values in the order of subtasks, so a sum of floating point numbers is the same each
-        time. It holds the values of all tasks at once; tests reduce 64 MB of each task. A value of None is ignored.
+        time. It holds the values of all tasks at once; tests reduce 64 MB from each task. None is ignored.
 
         All tasks must use the same reducer in a step. Tasks compare reducers by name. The name of a ready-made reducer
         is `op` itself. A function that is imported from a module has its qualified name, such as `operator.mul`. Any
@@ -83,9 +83,9 @@ class SuperstepContext:
             ...     found = steps.reduce(mine, lambda a, b: max(a, b, key=len), name="longest")
             ...     yield pa.record_batch({"text": [found]})
 
-        Not promised: that two functions with the same name do the same. The driver uses the function of the task that
-        arrives last; so do not let it hold a value that differs between tasks, such as `steps.subtask`, and use the
-        same modules on all executors.
+        Not promised: stagecrew does not check that functions with the same name are equal. The driver uses the function
+        of the task that arrives last. So the function must not hold a value that differs between tasks, such as
+        `steps.subtask`, and all executors must have the same modules.
         """
         request = pickled(("reduce", self.step, self.subtasks, tuple(reducer_call(op, name)), value))
         if len(request) > self._piece:

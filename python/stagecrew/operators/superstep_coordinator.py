@@ -1,4 +1,4 @@
-"""The coordinator of supersteps: it gathers the values of each step, reduces them, and gives every task the result."""
+"""The coordinator of supersteps. It collects the values of each step, reduces them, and sends every task the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["StopWhen", "SuperstepCoordinator"]
 #: The period, in seconds, of the check for late subtasks.
 _WATCH: Final = 1.0
 
-#: Decides after each step, from its number and its result, whether the tasks stop.
+#: Called with the number and the result of each step. Returns whether the tasks stop.
 StopWhen = Callable[[int, Any], bool]
 
 
@@ -80,11 +80,11 @@ class SuperstepCoordinator(Coordinator):
         self.failed(evaluation, "Spark stopped reading its rows")
 
     def handle_event(self, evaluation: Evaluation, event: bytes) -> None:
-        """A piece of a request that is too large for one message."""
+        """Handles a piece of a request that is too large for one message."""
         self._pieces.setdefault(evaluation, []).append(event)
 
     def handle_request(self, evaluation: Evaluation, request: bytes) -> Future[Packed] | Packed:
-        """A task gives its value for a step, or asks for the next piece of a result."""
+        """Handles a task's value for a step, or its request for the next piece of a result."""
         if (pieces := self._pieces.pop(evaluation, None)) is not None:
             request = b"".join([*pieces, request])
         attempt = self._attempt_of(evaluation)
@@ -102,7 +102,7 @@ class SuperstepCoordinator(Coordinator):
         self, attempt: _StageAttempt, evaluation: Evaluation, step: int, members: int, call: tuple[Any, ...], value: Any
     ) -> Future[Packed]:
         if members < attempt.group.subtasks:
-            # After a loss, Spark runs only the tasks whose output it lost (G23). If one of them fails, it runs all.
+            # After a loss, Spark reruns only the tasks whose output is lost (G23). If one of them fails, it reruns all.
             raise OperatorFailed(
                 f"operator {self.context.operator!r}: Spark runs {members} of {attempt.group.subtasks} tasks of stage "
                 f"{evaluation.stage} again, which cannot go on without the others; this attempt fails so that all run "
@@ -188,9 +188,9 @@ class _StageAttempt:
         self._pieces: list[Packed] = []
 
     def reply(self, result: bytes, piece: int) -> None:
-        """Gives all subtasks the result, or its number of pieces.
+        """Sends all subtasks the result, or the number of its pieces.
 
-        One copy serves all of them, until the next result.
+        Keeps one copy of the pieces for all subtasks, until the next result.
         """
         self._pieces = []
         reply = packed(WHOLE, result)

@@ -11,7 +11,7 @@ __all__ = ["SuperstepGroup"]
 
 
 class SuperstepGroup:
-    """The subtasks of one stage attempt. They go through the steps together.
+    """The subtasks of one stage attempt, which execute the steps together.
 
     A step takes one value from every subtask, and all use the same reducer. When the last value arrives, `add` returns
     all values in the order of subtasks, and the next step begins. Steps count from 0. The group keeps sets of subtasks,
@@ -32,12 +32,12 @@ class SuperstepGroup:
             ReducerCall(""),
             0,
         )  # of this step, and the first subtask that gave it
-        self._ended: dict[int, int] = {}  # subtask -> in how many steps it took part
+        self._ended: dict[int, int] = {}  # subtask -> the number of steps in which it took part
 
     def add(self, subtask: int, step: int, reducer: ReducerCall, value: Any) -> list[Any] | None:
         """Adds a subtask's value to a step.
 
-        Returns all values after the last one, else None. Raises `OperatorFailed`.
+        After the last subtask's value, returns all values. Otherwise returns None. Raises `OperatorFailed`.
         """
         if subtask in self._values:
             raise OperatorFailed(f"{self.name}: subtask {subtask} came to step {step} twice")

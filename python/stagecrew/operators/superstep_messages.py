@@ -1,4 +1,4 @@
-"""How values travel between the tasks of supersteps and their coordinator: pickled, and in pieces if they are large."""
+"""The messages between the tasks of supersteps and their coordinator. Large values are sent in pieces."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["IN_PIECES", "PIECE", "WHOLE", "limited_piece", "pickled", "split_int
 
 #: The largest number of bytes in one piece, unless `spark.stagecrew.event.maxSize` is smaller.
 PIECE: Final = 4 << 20
-#: How many bytes of `spark.stagecrew.event.maxSize` a piece leaves free for the frame around it.
+#: How many bytes smaller than `spark.stagecrew.event.maxSize` a piece is, to leave space for its frame.
 _OVERHEAD: Final = 64
-#: The first bytes of a reply: it is the result, or the number of pieces that the result has.
+#: The first bytes of a reply. They say whether it is the result, or the number of pieces of the result.
 WHOLE: Final = b"\0"
 IN_PIECES: Final = b"\1%d"
 
 
 def pickled(value: Any) -> bytes:
-    """A value as bytes. Cloudpickle pickles what pickle cannot, such as lambdas."""
+    """Pickles a value. Uses cloudpickle for values that pickle refuses, such as lambdas."""
     with contextlib.suppress(Exception):
         return pickle.dumps(value, 5)
     from pyspark import cloudpickle
@@ -27,10 +27,10 @@ def pickled(value: Any) -> bytes:
 
 
 def limited_piece(max_event: int) -> int:
-    """The size of a piece where an event may have this many bytes."""
+    """The size of a piece if an event may have this many bytes."""
     return max(1, min(PIECE, max_event - _OVERHEAD))
 
 
 def split_into_pieces(data: bytes, piece: int) -> list[memoryview]:
-    """The bytes in pieces of at most this size."""
+    """Splits the bytes into pieces of at most this size."""
     return [memoryview(data)[start : start + piece] for start in range(0, len(data), piece)]

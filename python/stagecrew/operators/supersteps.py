@@ -88,7 +88,7 @@ def _check(dataset: Any, work: Any, stop_when: Any, timeout: float) -> None:
         )
     if dataset.sparkSession.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
         raise OperatorMisused(
-            "supersteps need all their tasks at once, and Spark refuses that with dynamic allocation: set "
+            "all tasks of a superstep run at once, and Spark refuses that with dynamic allocation: set "
             "spark.dynamicAllocation.enabled to false"
         )
 
@@ -97,7 +97,7 @@ def _warn_of_few_slots(dataset: DataFrame, name: str, await_slots: Callable[[int
     """Waits for executors to register, and warns if the slots are too few.
 
     Spark refuses a barrier stage at once, even if executors register a second later. Adaptive execution may reduce the
-    number of partitions, so too few slots are no reason to refuse here.
+    number of partitions, so too few slots need not be an error here.
     """
     plan = dataset._jdf.queryExecution().executedPlan()
     partitions = plan.outputPartitioning().numPartitions()

@@ -19,7 +19,7 @@ class _Source:
 
 
 class WatermarkGroup(Generic[S]):
-    """Sources that advance in event time together: none may be ahead of the slowest by more than the drift.
+    """A group of sources that advance in event time together. None may be ahead of the slowest by more than the drift.
 
     A source takes part from its first report until it finishes, is removed, or becomes idle. An idle source takes part
     again with its next report. Watermarks only grow. So a report that arrives twice, late or out of order changes
@@ -30,7 +30,7 @@ class WatermarkGroup(Generic[S]):
 
     Args:
         drift: How far ahead of the slowest source a source may be.
-        idle_after: After how many seconds without a report a source is idle. None means never.
+        idle_after: A source is idle after this many seconds without a report. None means never.
         clock: Returns the current time in seconds.
 
     Examples:
@@ -53,7 +53,7 @@ class WatermarkGroup(Generic[S]):
         self._finished: set[S] = set()
 
     def report(self, source: S, watermark: Any) -> None:
-        """Records that a source has reached a watermark: no earlier event time of it will follow.
+        """Records that a source has reached a watermark. The source will not read earlier event times.
 
         Args:
             source: The source. A report of a finished source is ignored.
@@ -67,7 +67,9 @@ class WatermarkGroup(Generic[S]):
             return
         limit = self._plus_drift(watermark)
         if watermark != watermark or (limit is not None and not limit >= watermark):  # noqa: PLR0124 (not a number)
-            raise TypeError(f"{watermark!r} with a drift of {self.drift!r} is no event time that others can be held to")
+            raise TypeError(
+                f"{watermark!r} with a drift of {self.drift!r} is not an event time that others can be compared with"
+            )
         for other in self._sources.values():
             watermark < other.watermark  # noqa: B015 (raises if they cannot be compared)
             break
@@ -87,7 +89,7 @@ class WatermarkGroup(Generic[S]):
         self._sources.pop(source, None)
 
     def forget(self, source: S) -> None:
-        """Removes all that is known of a source that will never report again.
+        """Removes a source that will never report again, and everything that is stored for it.
 
         Args:
             source: The source. An unknown one is ignored.
@@ -96,7 +98,7 @@ class WatermarkGroup(Generic[S]):
         self._finished.discard(source)
 
     def finish(self, source: S) -> None:
-        """Ends a source: it takes no part from now on, and its late reports are ignored.
+        """Ends a source. It no longer takes part, and its late reports are ignored.
 
         Args:
             source: The source.
@@ -140,7 +142,7 @@ class WatermarkGroup(Generic[S]):
 
         Args:
             event_time: The event time.
-            beside: Another event time that is still to be read. It limits as a source with this watermark would.
+            beside: Another event time that is still to be read. It limits the result like a source with this watermark.
 
         Returns:
             True if the event time is within the drift of the slowest source, and of `beside`.

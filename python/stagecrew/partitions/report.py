@@ -12,7 +12,7 @@ __all__ = ["PartitionReport", "Release", "java_dataset", "policy"]
 
 
 class Release(enum.Enum):
-    """Which stored partitions are deleted when a topology ends; those that another topology uses always stay.
+    """Which stored partitions are deleted when a topology ends. Those that another topology uses always stay.
 
     Examples:
         >>> import stagecrew
@@ -24,18 +24,18 @@ class Release(enum.Enum):
     SHUFFLES = "shuffles"
     #: The shuffle outputs, and the blocks of datasets that its tasks cached: the datasets are unpersisted.
     ALL = "all"
-    #: None. Spark's own cleaner deletes them after the driver's garbage collector found them.
+    #: None. Spark's ContextCleaner deletes them after the driver's garbage collection.
     NONE = "none"
 
 
 @dataclasses.dataclass(frozen=True)
 class PartitionReport:
-    """The partitions that a topology has stored on one executor. Executors report about once a second, and at its close.
+    """The partitions that a topology has stored on one executor.
 
-    `outputs` are complete outputs of map tasks, `in_progress` those that are being written, `blocks` the cached
-    blocks of datasets (`block_bytes` is their size in memory and on disk). `released` counts partitions that were
-    deleted after the topology ended, `release_failures` those that could not be deleted; the executor's log has the
-    reason.
+    Executors report about once a second, and when the topology closes. `outputs` counts complete outputs of map tasks,
+    `in_progress` those that are being written, and `blocks` the cached blocks of datasets (`block_bytes` is their size
+    in memory and on disk). `released` counts partitions that were deleted after the topology ended, and
+    `release_failures` those that could not be deleted. The executor's log contains the reason.
 
     Examples:
         with crew.topology("joined") as topology:
@@ -72,12 +72,12 @@ class PartitionReport:
 
 
 def policy(release: Release | str) -> Release:
-    """Returns the policy of this name. Raises `ConfigurationError`."""
+    """Returns the policy with this name. Raises `ConfigurationError` if there is none."""
     try:
         return Release(release)
     except ValueError:
         known = ", ".join(repr(one.value) for one in Release)
-        raise ConfigurationError(f"release={release!r} is no release policy; use one of {known}") from None
+        raise ConfigurationError(f"release={release!r} is not a release policy; use one of {known}") from None
 
 
 def java_dataset(dataset: Any) -> Any:

@@ -58,7 +58,7 @@ Sleep = Callable[[float], None]
 RETRY_TIMEOUT: Final = 600.0
 #: The pause between two tries while a store, a storage or a sink is unavailable, in seconds.
 _PAUSE: Final = 2.0
-#: How often a write with an unknown outcome is tried without a pause.
+#: How many times a write with an unknown outcome is tried without a pause.
 _IMMEDIATE_TRIES: Final = 3
 #: The first and the longest pause before a candidate opens the store again, in seconds.
 _CAMPAIGN_PAUSES: Final = (0.1, 5.0)
@@ -100,10 +100,11 @@ def retry_until(
     """Repeats an idempotent operation while the store or the storage is unavailable or full, for `timeout` seconds.
 
     An operation with an unknown outcome is repeated at once, at least `_IMMEDIATE_TRIES` times in all. A timeout of 0
-    allows only these immediate tries. `description` says in the log which work waits.
+    allows only these immediate tries. `description` describes the waiting work in the log.
 
-    After an unknown outcome, only the operation itself can tell whether an earlier try was applied. A later try that
-    was certainly not applied says nothing about it, so this raises `PossiblyInconsistentError` then.
+    After an unknown outcome, only the operation itself can find out whether an earlier try was applied. If a later try
+    was certainly not applied, the outcome of the earlier one is still unknown, so this raises
+    `PossiblyInconsistentError`.
     """
     deadline = clock() + timeout
     unknown: list[PossiblyInconsistentError] = []
@@ -144,7 +145,7 @@ def retry_rounds(
     clock: Clock = time.monotonic,
     sleep: Sleep = time.sleep,
 ) -> None:
-    """Repeats a round of work until it returns no errors, and raises the first error of a round that is not retried.
+    """Repeats a round of work until it returns no errors. Raises the first error of a round that is not retried.
 
     A round is repeated if all its errors are transient. The argument of `work` is true in the last round, which is the
     first one that starts `timeout` seconds after this call.

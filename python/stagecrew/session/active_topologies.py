@@ -1,4 +1,7 @@
-"""The active topologies, and which of them each thread is in: Spark copies a thread's topology to all that the thread starts."""
+"""The active topologies, and those that each thread is in.
+
+Spark copies the topology of a thread to the threads, jobs and queries that it starts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PROPERTY", "ActiveTopologies", "TopologyNode"]
 
-#: The number of topologies that a thread has left whose ids tasks receive, for error messages.
+#: Tasks receive the ids of the last topologies that ended in the thread of their action, for error messages: this many.
 _REMEMBERED: Final = 5
 
 
@@ -31,7 +34,7 @@ class TopologyNode:
         self.has_listeners = has_listeners
         #: `new`, `active`, `closing` or `closed`.
         self._state = "new"
-        #: Whether `start` began it, not a `with`.
+        #: Whether `start` began it. Otherwise a `with` statement did.
         self.by_start = False
         self.parent: TopologyNode | None = None
         #: The place in the program where it began.
@@ -39,12 +42,12 @@ class TopologyNode:
 
     @property
     def is_active(self) -> bool:
-        """Whether it has begun, and has not begun to close."""
+        """Whether it has begun and not yet started to close."""
         return self._state == "active"
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is closed, by its own exit or by the exit of an outer topology."""
+        """Whether it is closed. It may have been closed by the exit of an outer topology."""
         return self._state == "closed"
 
 
@@ -54,23 +57,25 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         #: The innermost is last.
         self.entered: list[TopologyNode] = []
-        #: Spark's property before this thread entered the first of them, and the active topology that it named, if any.
+        #: The local property before this thread entered the first of them, and the active topology that it named, or
+        #: None.
         self.inherited_property: str | None = None
         self.inherited: TopologyNode | None = None
         #: The ids of topologies with listeners that ended in this thread.
-        self.left: list[str] = []
+        self.ended_here: list[str] = []
 
 
 class ActiveTopologies:
     """The active topologies of an application, and those that each thread is in.
 
-    A thread carries a local property with the id of its innermost active topology, and a job tag for each. A thread that enters
-    or leaves a topology never carries one that has ended, whatever the order and the thread in which topologies ended.
+    Each thread has a Spark local property with the id of its innermost active topology, and one job tag for each of its
+    active topologies. When a thread enters or leaves a topology, it also removes the property and the tags of
+    topologies that have ended, even if they ended in another thread or in another order.
     """
 
     def __init__(self, connection: PluginConnection, application_place: Place) -> None:
         self._connection = connection
-        #: The place of threads that are in no topology.
+        #: The place of threads that are not in a topology.
         self.application_place = application_place
         #: In the order in which they began.
         self._active: list[TopologyNode] = []
@@ -84,11 +89,11 @@ class ActiveTopologies:
         return tuple(self._active)
 
     def add(self, topology: TopologyNode) -> None:
-        """Records a topology that has begun, also when the program keeps no reference to it."""
+        """Adds a topology that has begun, and keeps a reference to it."""
         self._active.append(topology)
 
     def remove(self, topology: TopologyNode) -> None:
-        """Removes a topology that has ended; no effect if it is not there."""
+        """Removes a topology that has ended. Has no effect if it is already removed."""
         with contextlib.suppress(ValueError):
             self._active.remove(topology)
 
@@ -103,7 +108,7 @@ class ActiveTopologies:
 
     @property
     def innermost(self) -> TopologyNode | None:
-        """The innermost active topology that this thread is in; also one that it inherited from the thread that started it."""
+        """The innermost active topology of this thread, which may have inherited it from the thread that started it."""
         mine = self._thread
         for topology in reversed(mine.entered):
             if topology.is_active:
@@ -113,7 +118,7 @@ class ActiveTopologies:
 
     @property
     def place(self) -> Place:
-        """Where in the program this thread is; in a thread that Spark started, the place of its topology."""
+        """The place in the program where this thread is. For a thread that Spark started, the place of its topology."""
         place = current_place()
         if place is None:
             topology = self.innermost
@@ -151,7 +156,7 @@ class ActiveTopologies:
         self._remove_ended()
 
     def _remove_ended(self, *left: TopologyNode) -> None:
-        """Removes the marks of topologies that this thread left, and of all that ended, in whatever thread."""
+        """Removes the property and tags of topologies that this thread left, and of those that ended in any thread."""
         mine, context = self._thread, self._connection.context
         ended = [topology for topology in mine.entered if topology.has_ended]
         if not (left or ended):
@@ -160,16 +165,17 @@ class ActiveTopologies:
         if not self._connection.running:
             return
         if ids := [one.id for one in dict.fromkeys((*left, *ended)) if one.has_ended and one.has_listeners]:
-            mine.left = [*mine.left, *ids][-_REMEMBERED:]
-            context.setLocalProperty(LEFT, " ".join(mine.left))
+            mine.ended_here = [*mine.ended_here, *ids][-_REMEMBERED:]
+            context.setLocalProperty(LEFT, " ".join(mine.ended_here))
         for topology in {*left, *ended}:
             # A topology that was entered twice, or inherited, keeps the tag of its outer entry.
             if topology.has_ended or not (topology in mine.entered or topology is mine.inherited):
                 context.removeJobTag(topology.tag)
-        context.setLocalProperty(PROPERTY, mine.entered[-1].id if mine.entered else self._outer_property())  # type: ignore[arg-type]
+        innermost = mine.entered[-1].id if mine.entered else self._outer_property()
+        context.setLocalProperty(PROPERTY, innermost)  # type: ignore[arg-type]
 
     def _outer_property(self) -> str | None:
-        """The value of the property for a thread that is in none of the topologies that it entered."""
+        """The value of the property after this thread has left all topologies that it entered."""
         outer = self._thread.inherited
         if outer is None:
             return self._thread.inherited_property

@@ -1,4 +1,4 @@
-"""The application topology, with the coordinators that were given to the session builder."""
+"""The application topology, with the coordinators that were passed to the session builder."""
 
 from __future__ import annotations
 
@@ -57,25 +57,25 @@ class Application:
         return self.connection is not None and self.connection.running
 
     def begin(self, connection: PluginConnection) -> None:
-        """Starts the coordinators: the session runs."""
+        """Starts the coordinators when the session is running."""
         self.connection = connection
         if self.coordinators:
             self.operators.begin(connection.host())
 
     def host(self) -> Host:
-        """The host of its coordinators."""
+        """The host of the application's coordinators."""
         assert self.connection is not None
         return self.connection.host()
 
     @property
     def request_timeout(self) -> float:
-        """How long tasks wait for their coordinator, in seconds."""
+        """How long tasks wait for a reply from their coordinator, in seconds."""
         assert self.connection is not None
         return self.connection.request_timeout
 
     def streaming_query(self) -> QueryCheck | None:
-        """Whether the streaming query still runs whose batch the calling thread processes. None in other threads."""
+        """Returns a check whether the streaming query that called this thread still runs, or None in other threads."""
         return None if self.connection is None else self.connection.streaming_query()
 
     def cancel_failed(self, cause: BaseException) -> None:
-        """Does nothing: a failed coordinator fails the tasks that use it, and other jobs of the application continue."""
+        """Does nothing. A failed coordinator fails only the tasks that use it; other jobs continue."""

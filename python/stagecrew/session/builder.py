@@ -1,4 +1,4 @@
-"""From a session builder to a crew: switches the plugin on, and finds it in a running session."""
+"""Enables the plugin in a session builder, and returns the crew of a running session."""
 
 from __future__ import annotations
 
@@ -67,26 +67,28 @@ def configure(
         application has the plugin and already has these listeners and coordinators.
 
     Raises:
-        ConfigurationError: `builder` is no session builder, or `jvm_listeners` is no list of names.
-        OperatorMisused: `coordinators` is no mapping of names to factories.
+        ConfigurationError: `builder` is not a session builder, or `jvm_listeners` is not a list of names.
+        OperatorMisused: `coordinators` does not map names to factories.
         ConfigurationError: The builder is for Spark Connect.
         ConfigurationError: The installed PySpark is not supported.
         ConfigurationError: This installation has no jar.
-        ListenerError: An element of `listeners` is no listener, such as a class instead of an instance.
+        ListenerError: An element of `listeners` is not a listener, such as a class instead of an instance.
         ListenerError: A listener cannot be pickled.
 
     Examples:
         builder = stagecrew.configure(SparkSession.builder.master("local[2]"), listeners=[orders])
         spark = builder.getOrCreate()
 
-    `getOrCreate` and `create` raise `NotActive` if a SparkContext already runs without the plugin, which Spark would
-    silently ignore; `CoordinatorFailed` if a factory raises, and then nothing was started; and
-    `ListenerError`, after they stopped the session, for a name in `spark.stagecrew.listeners` that the driver
-    cannot import. A missing top-level module is only a warning.
+    `getOrCreate` and `create` raise
+
+    * `NotActive` if a SparkContext already runs without the plugin: Spark would silently ignore the plugin;
+    * `CoordinatorFailed` if a factory raises: then no session was started;
+    * `ListenerError` if the driver cannot import a name in `spark.stagecrew.listeners`: then they have stopped the
+      session. A missing top-level module is only a warning.
     """
     if isinstance(builder, SparkSession):
         raise ConfigurationError(
-            "stagecrew.configure takes SparkSession.builder, and this is a session, which already runs. Spark reads "
+            "stagecrew.configure takes SparkSession.builder, but this is a session that already runs. Spark reads "
             "spark.plugins only when a session starts: pass the builder, then call getOrCreate()"
         )
     if not isinstance(builder, SparkSession.Builder):
@@ -99,23 +101,24 @@ def configure(
             f"`pip install 'pyspark~={SPARK_LINE}.0'`"
         )
     registered, classes = checked(listeners), class_names(jvm_listeners)
-    pickled(registered)  # now, not when the session starts
+    pickled(registered)  # so that an error is raised here, and not when the session starts
     factories = dict(coordinators or {})
     for name, factory in factories.items():
         if not callable(factory) or not isinstance(name, str):
             raise OperatorMisused(
-                f"coordinators= maps names of operators to factories, such as Coordinator classes, not {name!r} to {factory!r}"
+                f"coordinators= maps names of operators to factories, such as Coordinator classes, not {name!r} to "
+                f"{factory!r}"
             )
     jar_path()
-    wanted = _Wanted(registered, classes, factories, restore)
+    arguments = _Arguments(registered, classes, factories, restore)
     get_or_create, create = builder.getOrCreate, builder.create
-    builder.getOrCreate = lambda: _start(builder, get_or_create, wanted)  # type: ignore[method-assign]
-    builder.create = lambda: _start(builder, create, wanted)  # type: ignore[method-assign]
+    builder.getOrCreate = lambda: _start(builder, get_or_create, arguments)  # type: ignore[method-assign]
+    builder.create = lambda: _start(builder, create, arguments)  # type: ignore[method-assign]
     return builder
 
 
 @dataclasses.dataclass(frozen=True)
-class _Wanted:
+class _Arguments:
     """The arguments of `configure`."""
 
     listeners: tuple[Listener, ...]
@@ -130,7 +133,7 @@ _CONNECT: Final = (
 )
 
 
-def _start(builder: SparkSession.Builder, make: Callable[[], SparkSession], wanted: _Wanted) -> SparkSession:
+def _start(builder: SparkSession.Builder, make: Callable[[], SparkSession], arguments: _Arguments) -> SparkSession:
     options: dict[str, Any] = builder._options
     mode = str(options.get("spark.api.mode", os.environ.get("SPARK_API_MODE", ""))).lower()
     if (
@@ -147,21 +150,21 @@ def _start(builder: SparkSession.Builder, make: Callable[[], SparkSession], want
                 f"a SparkContext already runs without stagecrew, and Spark would ignore the plugin. {_REMEDY}"
             )
         session = make()
-        crew(session)._already_has(wanted.listeners, wanted.coordinators)
+        crew(session)._already_has(arguments.listeners, arguments.coordinators)
         return session
-    application = Application(wanted.coordinators, wanted.restore)
+    application = Application(arguments.coordinators, arguments.restore)
     try:
-        return _start_new(options, make, wanted, application)
+        return _start_new(options, make, arguments, application)
     except BaseException:
         application.operators.close("the session did not start")
         raise
 
 
 def _start_new(
-    options: dict[str, Any], make: Callable[[], SparkSession], wanted: _Wanted, application: Application
+    options: dict[str, Any], make: Callable[[], SparkSession], arguments: _Arguments, application: Application
 ) -> SparkSession:
     jvm_setting = _jvm_settings(options)
-    for key, value in spark_conf(jvm_listeners=wanted.jvm_listeners).items():
+    for key, value in spark_conf(jvm_listeners=arguments.jvm_listeners).items():
         options[key] = joined(jvm_setting(key), str(options.get(key) or ""), value)
     _load_jar()
     try:
@@ -172,9 +175,9 @@ def _start_new(
             raise
         raise ours from error
     try:
-        # Only now: Spark has put the files of the configuration on the path.
+        # Spark has now added the configured files to the import path.
         import_named(session.sparkContext.getConf().get("spark.stagecrew.listeners", ""))
-        crew(session)._register(wanted.listeners, application)
+        crew(session)._register(arguments.listeners, application)
     except BaseException:
         session.stop()
         raise
@@ -182,11 +185,11 @@ def _start_new(
 
 
 def _jvm_settings(options: dict[str, Any]) -> Callable[[str], str]:
-    """Returns a function from a property to the value that the JVM has, from spark-submit or spark-defaults.conf.
+    """Returns a function that maps a property to its value in the JVM, from spark-submit or spark-defaults.conf.
 
-    A value that the builder sets would replace it. This starts the JVM if there is none, or connects to that of
-    spark-submit, as PySpark would do a moment later: with the builder's options, of which some
-    (`spark.jars.packages`, `spark.driver.memory`) have no effect later.
+    A value that the builder sets would replace this value. This starts the JVM if there is none, or connects to that of
+    spark-submit, just before PySpark would do the same. It passes the builder's options, because some of them
+    (`spark.jars.packages`, `spark.driver.memory`) have an effect only when the JVM starts.
     """
     if SparkContext._gateway is None:
         if str(options.get("spark.executor.allowSparkContext", "")).lower() != "true":
@@ -201,13 +204,13 @@ def _jvm_settings(options: dict[str, Any]) -> Callable[[str], str]:
 
 
 def _as_our_error(error: Exception) -> Exception:
-    """Turns an error of our plugin into an error of ours; returns any other error as it is."""
-    # py4j's own error, or the one that PySpark converts it to after a first session.
+    """Converts an error of the plugin to a `ConfigurationError`. Returns any other error unchanged."""
+    # An error of py4j. After the first session, PySpark converts it to an error of its own.
     java = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
     text = ""
     while java is not None:
         if java.getClass().getName() == "java.lang.ClassNotFoundException":
-            return error  # of another plugin: its message is only a name, which may look like ours
+            return error  # another plugin's class: its name may contain "stagecrew"
         text = str(java.getMessage())
         java = java.getCause()
     if not text:
@@ -244,13 +247,13 @@ def _facade(context: SparkContext) -> Any:
 
 
 def is_active(spark: SparkSession) -> bool:
-    """Whether the plugin runs in this session. It asks the JVM: Spark may ignore a plugin that `spark.plugins` names.
+    """Whether the plugin runs in this session. Asks the JVM, because Spark may ignore a plugin in `spark.plugins`.
 
     Args:
         spark: A session.
 
     Returns:
-        True if the plugin runs; False also for a Spark Connect session and for a session that has stopped.
+        True if the plugin runs. False for a Spark Connect session and for a session that has stopped.
 
     Examples:
         assert stagecrew.is_active(spark)
@@ -262,12 +265,12 @@ def is_active(spark: SparkSession) -> bool:
 def running_crew() -> Crew | None:
     """The crew of the session that runs in this process, if `crew` was called for it."""
     context = SparkContext._active_spark_context
-    found: Crew | None = getattr(context, "_stagecrew", None)
-    return found if found is not None and found.running else None
+    known: Crew | None = getattr(context, "_stagecrew", None)
+    return known if known is not None and known.running else None
 
 
 def crew(spark: SparkSession) -> Crew:
-    """Returns the crew of this session: the same object for each call.
+    """Returns the crew of this session. Each call for one session returns the same object.
 
     Args:
         spark: A session that `configure` prepared, or that was started with
@@ -279,8 +282,8 @@ def crew(spark: SparkSession) -> Crew:
     Raises:
         NotActive: The plugin does not run in this session.
         ConfigurationError: This is a Spark Connect session.
-        ConfigurationError: The jar that Spark loaded is of another version than the Python package.
-        ConfigurationError: `spark` is no session.
+        ConfigurationError: The jar that Spark loaded and the Python package have different versions.
+        ConfigurationError: `spark` is not a session.
 
     Examples:
         crew = stagecrew.crew(spark)
@@ -298,11 +301,11 @@ def crew(spark: SparkSession) -> Crew:
         raise NotActive(f"stagecrew does not run in this SparkContext. {_REMEDY}")
     if facade.version() != __version__:
         raise ConfigurationError(
-            f"Spark loaded the jar of stagecrew {facade.version()}, and the Python package is {__version__}: use the jar "
-            f"of this package, {jar_path()}"
+            f"Spark loaded the jar of stagecrew {facade.version()}, and the Python package is {__version__}: use the "
+            f"jar of this package, {jar_path()}"
         )
-    made = Crew(context, facade)
-    context._stagecrew = made  # type: ignore[attr-defined]
+    created = Crew(context, facade)
+    context._stagecrew = created  # type: ignore[attr-defined]
     if (job := running_job()) is not None:
         job.show()
-    return made
+    return created

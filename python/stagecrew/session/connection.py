@@ -1,4 +1,4 @@
-"""The connection of an application's Python to the plugin in the driver's JVM: every py4j call of the session is here."""
+"""The connection from Python to the plugin in the driver's JVM. All py4j calls of the session are in this module."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["PluginConnection"]
 
-#: The room that a frame needs beside the largest event, in bytes.
+#: The size of a frame in addition to its largest event, in bytes.
 _FRAME_OVERHEAD: Final = 3 << 20
-#: Executors may register during the first seconds of an application; after the first, the driver waits until none came for a while.
+#: Executors register during this many seconds after the application's start. After the first executor, the driver waits
+#: until none has registered for `_REGISTRATION_QUIET` seconds.
 _REGISTRATION_WINDOW: Final = 30.0
 _REGISTRATION_QUIET: Final = 3.0
 #: Spark sets this local property in the thread of a streaming query.
@@ -60,10 +61,10 @@ class PluginConnection:
         return parse_seconds(self._setting("spark.stagecrew.request.timeout"))
 
     def streaming_query(self) -> QueryCheck | None:
-        """Whether the streaming query still runs whose batch the calling thread processes. None in other threads.
+        """Returns a check whether the streaming query that called this thread still runs, or None in other threads.
 
-        PySpark calls a function of `foreachBatch` in a Python thread that it keeps after the query. The JVM's thread of
-        the query ends with the query.
+        PySpark calls the function of `foreachBatch` in a Python thread that outlives the query. So this checks the
+        query's thread in the JVM, which ends with the query.
         """
         if self.context.getLocalProperty(_QUERY_ID) is None:
             return None
@@ -109,15 +110,15 @@ class PluginConnection:
         return found
 
     def reports(self) -> list[TopologyReport]:
-        """The reports of all topologies that the driver still knows, the application's first."""
+        """The reports of all topologies that the driver still knows. The application's report is first."""
         return [TopologyReport._from_json(node) for node in json.loads(self.facade.report(""))["topologies"]]
 
     def report(self, topology: str) -> TopologyReport | None:
-        """The report of one topology by its id; None when the driver does not know it, or no longer."""
+        """The report of the topology with this id, or None if the driver does not know it, or no longer knows it."""
         found = json.loads(self.facade.report(topology))["topologies"]
         return TopologyReport._from_json(found[0]) if found else None
 
-    # -- Shown in the UI only: a failure of these is suppressed
+    # -- Only for the UI, so failures are suppressed
 
     def send_last_statistics(self, operators: Operators) -> None:
         """Sends the final statistics of a topology's coordinators. Call it before the topology ends."""
@@ -125,7 +126,7 @@ class PluginConnection:
             self._send_statistics(frame)
 
     def _send_statistics(self, frame: bytes) -> None:
-        with contextlib.suppress(Py4JError):  # the session may have stopped; the exit must not fail for it
+        with contextlib.suppress(Py4JError):  # the session may have stopped, and closing the topology must not fail
             self.facade.statistics(frame)
 
     def send_job_progress(self, body: str) -> None:
@@ -136,9 +137,9 @@ class PluginConnection:
     # -- Executors and coordinators
 
     def await_slots(self, wanted: int) -> int:
-        """Waits until `wanted` tasks can run at once, as long as executors may still register after the application's start.
+        """Waits until `wanted` tasks can run at the same time, while executors may still register.
 
-        Returns how many tasks can run at once, which may be fewer.
+        Returns how many tasks can run at the same time, which may be fewer.
         """
         context = self.context
         started = context.startTime / 1000
@@ -158,7 +159,7 @@ class PluginConnection:
         return slots
 
     def host(self) -> Host:
-        """The host of this session's coordinators. The first call creates it, and a call after its channel broke."""
+        """The host of this session's coordinators. Created by the first call, and again after its channel broke."""
         from stagecrew.coordination.channel import DriverChannel
         from stagecrew.coordination.host import Host
 
@@ -172,7 +173,7 @@ class PluginConnection:
                     raise ConfigurationError(
                         f"spark.stagecrew.event.maxSize={self._setting('spark.stagecrew.event.maxSize')} does not fit "
                         f"into spark.stagecrew.channel.maxFrame={self._setting('spark.stagecrew.channel.maxFrame')}, "
-                        f"in which events travel: set maxFrame at least 3 MiB larger than maxSize"
+                        f"the limit of the frames that contain events: set maxFrame at least 3 MiB larger than maxSize"
                     )
                 ack_timeout = parse_seconds(self._setting("spark.stagecrew.ack.timeout"))
                 self._channel = DriverChannel(
@@ -183,7 +184,7 @@ class PluginConnection:
             return self._channel.host
 
     def drain(self) -> None:
-        """Closes all listeners before the SparkContext stops. Raises what py4j raises when the JVM is gone."""
+        """Closes all listeners before the SparkContext stops. Raises py4j's error if the JVM has ended."""
         self.facade.drain(int(self.close_timeout * 1000))
 
     def close_channel(self) -> None:

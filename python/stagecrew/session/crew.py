@@ -1,4 +1,4 @@
-"""The crew of one application: its listeners, coordinators and topologies, from session start to stop."""
+"""The crew of one application: its listeners, coordinators and topologies, from the session's start to its stop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Crew:
         self.connection = PluginConnection(context, facade)
         self.application = Application()
         self.topologies = ActiveTopologies(self.connection, self.application.place)
-        #: The log of commits for which no other is given.
+        #: The commit log for commits without a `commit_log` argument.
         self.commit_log = MemoryCommitLog()
         self._registered: tuple[Listener, ...] | None = None
         if (
@@ -71,11 +71,11 @@ class Crew:
         return tuple(cast("Topology", topology) for topology in self.topologies.all if topology.is_active)
 
     def close_all(self) -> None:
-        """Closes every active topology of all threads, the last one first; for notebooks, after a failed cell.
+        """Closes all active topologies of all threads, the last one first. Use it in a notebook after a failed cell.
 
-        It cancels what still runs in them, as `close(cancel=True)` does: each takes at most twice
-        `spark.stagecrew.close.timeout` and 5 s. If one of them raises, it closes the others too, and then raises the
-        first error.
+        It cancels what still runs in them, like `close(cancel=True)`. Each topology takes at most twice
+        `spark.stagecrew.close.timeout` and 5 s. If closing a topology raises an error, this closes the others too, and
+        then raises the first error.
 
         Examples:
             crew.close_all()
@@ -110,7 +110,7 @@ class Crew:
             The topology, which has not begun.
 
         Raises:
-            ListenerError: An element of `listeners` is no listener.
+            ListenerError: An element of `listeners` is not a listener.
             ListenerError: A listener cannot be pickled.
             ConfigurationError: `jvm_listeners` or `release` is wrong.
             NotActive: The session has stopped.
@@ -128,11 +128,13 @@ class Crew:
 
     @property
     def reports(self) -> list[TopologyReport]:
-        """The reports of all topologies that the driver still knows, the application's first."""
+        """The reports of all topologies that the driver still knows. The application's report is first."""
         return self.connection.reports()
 
     def partitions(self) -> list[PartitionReport]:
-        """What the topologies that the driver still knows have stored on each executor, as the executors reported last.
+        """The partitions that topologies have stored on each executor, as the executors last reported them.
+
+        Includes all topologies that the driver still knows.
 
         Returns:
             One report for each topology and executor.
@@ -143,18 +145,18 @@ class Crew:
         """The report of one topology.
 
         Args:
-            topology: Its id; that of the application topology is "application".
+            topology: The id of the topology. The id of the application topology is "application".
 
         Returns:
-            The report; None if the driver does not know the topology, or no longer.
+            The report, or None if the driver does not know the topology, or no longer knows it.
         """
         return self.connection.report(topology)
 
     def operator(self, name: str) -> Operator:
-        """An operator of the application, whose coordinator was given to `configure`. All tasks may use it.
+        """Returns an operator of the application, whose coordinator was passed to `configure`. All tasks may use it.
 
-        Bind it to datasets as an operator of `Topology.coordinate`. When its coordinator fails, the tasks that use it
-        fail with its error.
+        Bind it to datasets like an operator of `Topology.coordinate`. When its coordinator fails, the tasks that use it
+        fail with the coordinator's error.
 
         Args:
             name: The name of the operator.
@@ -184,7 +186,7 @@ class Crew:
         return Operator(self.application, name, factory)
 
     def checkpoint(self, checkpoint_id: int | None = None, timeout: float = 30.0) -> Checkpoint:
-        """Takes a checkpoint of the coordinators that were given to `configure`; see `Topology.checkpoint`.
+        """Takes a checkpoint of the coordinators that were passed to `configure`. See `Topology.checkpoint`.
 
         Pass the result to `configure` as `restore` in the next session.
 
@@ -254,8 +256,8 @@ class Crew:
                 self._close_coordinators()
                 try:
                     self.connection.drain()
-                except Exception as error:  # the JVM may have ended; the user's stop must still do what it can
-                    _log.warning("closing listeners before the session stops failed: %s", error)
+                except Exception as error:  # the JVM may have ended, and `stop` must still do the rest
+                    _log.warning("the listeners could not be closed before the session stops: %s", error)
                 self.connection.close_channel()
             stop()
 

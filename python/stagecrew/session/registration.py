@@ -22,7 +22,7 @@ _log = logging.getLogger("stagecrew")
 
 
 def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
-    """Returns these listeners. Raises `ListenerError` or `ConfigurationError`, which says what to write instead."""
+    """Returns these listeners if they are valid. Otherwise raises an error that says what to write instead."""
     given: Any = listeners
     if isinstance(given, str):
         raise ListenerError(
@@ -44,7 +44,8 @@ def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
                 f"{listener.name} is a resource that was not called; register listeners=[{listener.name}(...)]"
             )
         raise ListenerError(
-            f"{listener!r} is no stagecrew.Listener; subclass Listener, or decorate a generator with @stagecrew.resource"
+            f"{listener!r} is not a stagecrew.Listener; subclass Listener, or decorate a generator with "
+            f"@stagecrew.resource"
         )
     if alone:
         raise ListenerError(
@@ -54,9 +55,9 @@ def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
 
 
 def import_named(targets: str) -> None:
-    """Imports the listeners that `spark.stagecrew.listeners` names, so that a wrong name fails before any task.
+    """Imports the listeners in `spark.stagecrew.listeners`, so that a wrong name raises an error before any task runs.
 
-    A missing top-level module is a warning: it may exist on the executors only. Raises `ListenerError` for
+    A missing top-level module is only a warning, because it may exist only on the executors. Raises `ListenerError` for
     every other error that an executor would raise.
     """
     from stagecrew.worker.descriptions import named
@@ -78,13 +79,15 @@ def import_named(targets: str) -> None:
 
 
 def class_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns these names of JVM classes. Raises `ConfigurationError` unless they are a list of strings."""
+    """Returns these names of JVM classes if they are a list of strings. Otherwise raises `ConfigurationError`."""
     if isinstance(names, str):
         raise ConfigurationError(f"jvm_listeners={names!r} is a string; write a list: jvm_listeners=[{names!r}]")
     every: tuple[Any, ...] = tuple(names)
     for name in every:
         if not isinstance(name, str):
-            raise ConfigurationError(f"{name!r} in jvm_listeners is no class name; write it like 'com.example.Audit'")
+            raise ConfigurationError(
+                f"{name!r} in jvm_listeners is not a class name; write it like 'com.example.Audit'"
+            )
     return every
 
 
@@ -126,7 +129,7 @@ def describe(
     coordinated: bool = False,
     release: Release = Release.NONE,
 ) -> bytes:
-    """The description of a topology, as a frame for the driver and its executors."""
+    """Returns the description of a topology, as a frame for the driver and its executors."""
     entries: list[dict[str, Any]] = [
         {
             "kind": "jvm",

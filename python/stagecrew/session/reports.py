@@ -15,7 +15,7 @@ __all__ = ["LatencySummary", "ListenerReport", "OperatorReport", "TopologyReport
 class ListenerReport:
     """One listener of a topology on one executor.
 
-    `opens` and `closes` count attempts to open and close; `lost` counts opens whose process ended before it closed
+    `opens` and `closes` count attempts to open and close. `lost` counts opens whose process ended before it could close
     the listener.
 
     Examples:
@@ -39,7 +39,7 @@ class ListenerReport:
 
 @dataclasses.dataclass(frozen=True)
 class LatencySummary:
-    """A summary of durations, in seconds: their count, percentiles within 1/64 of the exact ones, and the longest.
+    """A summary of durations, in seconds: the count, percentiles with an error of at most 1/64, and the longest.
 
     Examples:
         >>> import stagecrew
@@ -62,13 +62,14 @@ class LatencySummary:
 
 @dataclasses.dataclass(frozen=True)
 class OperatorReport:
-    """One use of an operator. Its name has the ordinal of the use: `"supersteps/1"`. The counts continue after a reset.
+    """One use of an operator. Its name includes the number of the use: `"supersteps/1"`. A reset keeps the counts.
 
-    `live`, `finished`, `failed` and `abandoned` count evaluations. `events_in` and `requests` were received,
-    `events_out` were sent, and `queued` messages wait for the coordinator. `replies` measures the time from a
-    request's arrival to its reply; `acknowledgements` the time from sending an event to its executor's
-    acknowledgement (of several that are acknowledged together, that of the oldest). `waits_for` names what the
-    coordinator waits for, and since when; `progress` is what it reports about itself.
+    `live`, `finished`, `failed` and `abandoned` count evaluations. `events_in` and `requests` count received
+    messages, `events_out` counts sent events, and `queued` counts messages that wait for the coordinator. `replies`
+    measures the time from the arrival of a request to its reply. `acknowledgements` measures the time from sending an
+    event to the executor's acknowledgement; if several events are acknowledged together, only that of the oldest.
+    `waits_for` says what the coordinator waits for, and since when. `progress` is what the coordinator reports about
+    itself.
 
     Examples:
         with crew.topology("counted") as topology:
@@ -126,15 +127,15 @@ class OperatorReport:
 class TopologyReport:
     """What happened in a topology, as the driver knows it. Executors report about once a second, and at its end.
 
-    For each executor, `processes` counts the Python processes that opened a listener; `lost_processes` those that
-    ended before they closed it; `deferred` those that close after a task of another topology. `unclosed` lists what
-    was not closed when the exit stopped waiting. `partitions` is what the topology has stored. `operators` are
-    updated about once a second, and at the end.
+    For each executor, `processes` counts the Python processes that opened a listener, `lost_processes` those that ended
+    before they closed it, and `deferred` those that close it after a task of another topology. `unclosed` lists what
+    was not closed when the exit stopped waiting. `partitions` describes the partitions that the topology has stored.
+    `operators` are updated about once a second, and at the end.
 
-    The driver lists the last lost executors, as many as `spark.stagecrew.ui.retainedDeadExecutors` allows. The counts
-    of the `forgotten_executors` before them are summed up under an executor called `forgotten`. It lists the last 500
-    uses of operators; the counts of the `forgotten_operators` before them are summed up under an operator called
-    `forgotten`.
+    The report lists at most `spark.stagecrew.ui.retainedDeadExecutors` lost executors, the latest ones. Earlier ones
+    are counted by `forgotten_executors`, and their counts are added up under an executor called `forgotten`. It lists
+    the last 500 uses of operators. Earlier ones are counted by `forgotten_operators`, and their counts are added up
+    under an operator called `forgotten`.
 
     Examples:
         with crew.topology("enrich", listeners=[orders]) as topology:
@@ -163,7 +164,7 @@ class TopologyReport:
 
     @property
     def released(self) -> int:
-        """The number of partitions that were deleted at its end."""
+        """The number of partitions that were deleted when the topology ended."""
         return sum(one.released for one in self.partitions)
 
     @property
@@ -173,7 +174,7 @@ class TopologyReport:
 
     @property
     def release_failures(self) -> int:
-        """The number of partitions that could not be deleted at its end."""
+        """The number of partitions that could not be deleted when the topology ended."""
         return sum(one.release_failures for one in self.partitions)
 
     @property
@@ -188,7 +189,7 @@ class TopologyReport:
 
     @property
     def failures(self) -> int:
-        """The number of hooks that raised or were interrupted."""
+        """The number of hooks that raised an error or were interrupted."""
         return sum(listener.failures for listener in self.listeners)
 
     @property

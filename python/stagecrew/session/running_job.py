@@ -1,4 +1,7 @@
-"""The stored job that this process runs, as the session sees it. The recovery package sets it; the session never imports that."""
+"""The stored job that this process runs, as the session sees it.
+
+The recovery package sets it, so that the session need not import that package.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _running: RunningJob | None = None
 
 
 class RunningJob(Protocol):
-    """A run of a stored job: it names the commits of its program and stores what was decided about them."""
+    """A run of a stored job. It names the commits of its program, and keeps their commit log."""
 
     id: str
     attempt: int
@@ -26,7 +29,7 @@ class RunningJob(Protocol):
         """The log of this sink's commits, in the job's store."""
 
     def show(self) -> None:
-        """Shows the job's progress in the session that runs now, if one does."""
+        """Shows the job's progress in the UI of the running session, if there is one."""
 
 
 def running_job() -> RunningJob | None:
@@ -35,6 +38,6 @@ def running_job() -> RunningJob | None:
 
 
 def set_running_job(job: RunningJob | None) -> None:
-    """Makes `job` the job that this process runs; None when it runs none."""
+    """Sets the job that this process runs, or None."""
     global _running
     _running = job

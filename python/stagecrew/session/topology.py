@@ -43,27 +43,26 @@ class Topology(TopologyOperators):
     streaming queries, and what these start. Another thread takes part through `wrap`. A lazy dataset belongs to the
     topology in which its *action* runs.
 
-    Topologies nest. A topology that begins inside this one, in the same thread, ends with it at the latest: close
-    them in reverse order. `close` may be called in another thread. The thread that called `start` carries the mark of
-    the ended topology until it next starts, wraps or closes one; what it starts in between runs under the application
-    topology.
+    Topologies nest. A topology that begins inside this one, in the same thread, ends with it at the latest. Close
+    nested topologies in reverse order. `close` may be called in another thread. Until the thread that called `start`
+    starts, wraps or closes a topology again, its jobs then belong to the application topology.
 
-    A normal exit waits for the jobs and streaming queries of the topology, and logs every 10 s what it waits for. An
-    exit with an exception, Ctrl-C, and `close(cancel=True)` stop the queries and cancel the jobs; the exception stays
-    unchanged. The exit then waits until every executor has closed its listeners, at most
-    `spark.stagecrew.close.timeout`, and logs those that have not.
+    A normal exit waits for the jobs and streaming queries of the topology, and logs every 10 s which ones it waits for.
+    An exit with an exception, Ctrl-C, and `close(cancel=True)` stop the queries and cancel the jobs. The exception is
+    not changed. The exit then waits until every executor has closed its listeners, for at most
+    `spark.stagecrew.close.timeout`, and logs listeners that are still open.
 
-    At the end of the topology its shuffle files are deleted, except those that another topology, a job outside of
-    topologies, or `keep` uses; `release` changes this. A dataset that is used again is computed again, with the same
-    rows if it is deterministic.
+    When the topology ends, its shuffle files are deleted, except those that another topology or a job outside of
+    topologies uses, and those of `keep`. The argument `release` changes this. If you use a dataset later, Spark
+    computes it again, with the same rows if it is deterministic.
 
     Examples:
         with crew.topology("enrich", listeners=[orders]) as topology:
             flights.mapInArrow(enrich, schema).write.parquet(path)
         print(topology.report)
 
-    Not promised: that the exit waits for workers that run a task of another topology. These close right after that
-    task.
+    Not promised: the exit does not wait for workers that run a task of another topology. They close the listeners right
+    after that task.
     """
 
     def __init__(
@@ -88,15 +87,15 @@ class Topology(TopologyOperators):
         return f"<topology {self.name!r} ({self._state})>"
 
     def start(self) -> Topology:
-        """Begins the topology in this thread, inside the active topology of the thread, if there is one.
+        """Begins the topology in this thread. If the thread is in an active topology, the new one is nested inside it.
 
         Returns:
             The topology itself.
 
         Raises:
-            TopologyError: The topology has begun before.
-            TopologyError: The thread is already in an active topology of this name that `start` began, as when a
-                notebook cell runs twice. Nested topologies of one name need `with`.
+            TopologyError: The topology has already begun.
+            TopologyError: The thread is already in an active topology of this name that `start` began, for example
+                because a notebook cell ran twice. Use `with` for nested topologies of the same name.
             ConfigurationError: The driver refused the topology.
             NotActive: The session has stopped.
 
@@ -143,8 +142,8 @@ class Topology(TopologyOperators):
             cancel: Stops the topology's streaming queries and cancels its jobs, instead of waiting for them.
 
         Raises:
-            CoordinatorFailed: One of its coordinators failed. It is raised once, after everything else is done, by
-                whichever call ended the topology; not while an exception such as `KeyboardInterrupt` propagates.
+            CoordinatorFailed: One of its coordinators failed. The call that ends the topology raises it, once, after
+                everything else is done, unless an exception such as `KeyboardInterrupt` propagates.
 
         Examples:
             topology.close(cancel=True)
@@ -153,7 +152,7 @@ class Topology(TopologyOperators):
         self._raise_failure(sys.exc_info()[1])
 
     def _raise_failure(self, error: BaseException | None) -> None:
-        """Raises the failure of a coordinator, once, unless `error` is no `Exception` and must propagate."""
+        """Raises the failure of a coordinator, once. An `error` such as `KeyboardInterrupt` propagates instead."""
         if (
             self.operators.cause is not None
             and not self._failure_raised
@@ -229,8 +228,8 @@ class Topology(TopologyOperators):
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
             if not self.is_active:
                 raise TopologyError(
-                    f"{getattr(f, '__qualname__', f)!r} was wrapped for topology {self.name!r}, which is {self._state}: "
-                    f"call it inside its `with`"
+                    f"{getattr(f, '__qualname__', f)!r} was wrapped for topology {self.name!r}, which is "
+                    f"{self._state}: call it inside its `with` statement"
                 )
             self._connection.require_running()
             self._topologies.enter(self)
@@ -245,7 +244,7 @@ class Topology(TopologyOperators):
 
     @property
     def report(self) -> TopologyReport:
-        """The report of the topology so far; after the session has stopped, the last one.
+        """The current report of the topology. After the session has stopped, the last report.
 
         Raises:
             TopologyError: The topology has not begun, or the driver no longer knows it.
@@ -260,11 +259,10 @@ class Topology(TopologyOperators):
     # -- Partitions
 
     def keep(self, *datasets: Any) -> None:
-        """Keeps what these datasets have stored when the topology ends. It belongs to the application from then on.
+        """Keeps the stored partitions of these datasets when the topology ends. They then belong to the application.
 
-        This covers their own shuffles, if they ran by then, and the blocks that they cached. It does not cover
-        datasets that are derived from them: `df.count()` runs a plan of its own, and its shuffles are not those of
-        `df.collect()`.
+        This includes the datasets' own shuffles, if they have run by then, and their cached blocks. It does not include
+        datasets that are derived from them: `df.count()` runs another plan than `df.collect()`, with other shuffles.
 
         Args:
             datasets: DataFrames and RDDs.
@@ -284,7 +282,7 @@ class Topology(TopologyOperators):
 
     @property
     def partitions(self) -> tuple[PartitionReport, ...]:
-        """What the topology has stored, for each executor; see `report`.
+        """The partitions that the topology has stored, for each executor. See `report`.
 
         Raises:
             TopologyError: The topology has not begun, or the driver no longer knows it.
@@ -315,7 +313,7 @@ class Topology(TopologyOperators):
         self._wait_for_activity(self._connection.close_timeout)
 
     def _wait_for_activity(self, seconds: float | None) -> None:
-        """Waits until nothing of the topology runs; at most `seconds` after a cancel, without a limit otherwise."""
+        """Waits until no job or query of the topology runs, at most `seconds`. None means no limit."""
         started = said = time.monotonic()
         pause = 0.01
         while True:
@@ -332,7 +330,7 @@ class Topology(TopologyOperators):
                 return
             if seconds is not None and now - started > seconds:
                 _log.warning(
-                    "topology %r was cancelled, and %g s later these still run: %s",
+                    "topology %r was cancelled, but after %g s these still run: %s",
                     self.name,
                     seconds,
                     ", ".join(waiting),
@@ -348,7 +346,7 @@ class Topology(TopologyOperators):
         inside = self._inside()
         for topology in (*inside, self):
             topology.operators.close(
-                f"topology {topology.name!r} has ended: run the datasets of its operators inside its `with`"
+                f"topology {topology.name!r} has ended: run the datasets of its operators inside its `with` statement"
             )
             self._connection.send_last_statistics(topology.operators)
         self._connection.end(self.id, self._connection.close_timeout)
@@ -357,7 +355,7 @@ class Topology(TopologyOperators):
 
     def _warn(self) -> None:
         report = self._known()
-        if report is None:  # the driver no longer knows it; the exit must not fail for that
+        if report is None:  # the driver no longer knows it, and the exit must not fail
             return
         for one in report.listeners:
             if one.failures:

@@ -42,7 +42,7 @@ class TopologyOperators(TopologyNode):
     ) -> None:
         super().__init__(name, id_, has_listeners)
         self._connection = connection
-        #: For commits that are given no other log.
+        #: The commit log for commits without a `commit_log` argument.
         self._commit_log = commit_log
         self.operators = Operators(self, lambda: connection.close_timeout)
 
@@ -70,8 +70,8 @@ class TopologyOperators(TopologyNode):
 
         if not callable(factory):
             raise OperatorMisused(
-                f"operator {name!r}: the factory is a {type(factory).__name__}, which cannot be called. Pass a Coordinator "
-                f"class, or a function that takes a CoordinatorContext and returns a coordinator"
+                f"operator {name!r}: the factory is a {type(factory).__name__}, which cannot be called. Pass a "
+                f"Coordinator class, or a function that takes a CoordinatorContext and returns a coordinator"
             )
         self._require_active("coordinate operators")
         self.operators.name_operator(name)
@@ -85,10 +85,10 @@ class TopologyOperators(TopologyNode):
         parallelism: int | None = None,
         name: str | None = None,
     ) -> DataFrame:
-        """Creates a DataFrame whose tasks pull splits one after the other, so that no task is left with a backlog.
+        """Creates a DataFrame whose tasks pull splits one after the other, so a slow split delays only one task.
 
-        Every split is in the result exactly as often as Spark's semantics say, whatever fails or runs twice: each
-        subtask has a log of its splits, and each evaluation of the subtask replays this log before it asks for more.
+        The guarantees are those of any Spark source, even if tasks fail or run twice: each subtask has a log of its
+        splits, and each evaluation of the subtask replays this log before it requests more splits.
 
         Args:
             enumerator: An iterable of picklable splits, or an object with `splits()` that returns one. It may have
@@ -112,10 +112,10 @@ class TopologyOperators(TopologyNode):
             rows = topology.splits(range(1000), read_range, "id long")
             rows.write.parquet(path)
 
-        When the enumerator fails, the topology fails: the action raises Spark's own error, and the `with` raises
-        `CoordinatorFailed`, whose `__cause__` is `OperatorFailed`.
+        When the enumerator fails, the topology fails: the action raises Spark's own error, and the `with` statement
+        raises `CoordinatorFailed`, whose `__cause__` is `OperatorFailed`.
 
-        Not promised: which subtask reads which split, and the order of rows.
+        Not promised: any subtask may read any split, and the order of the rows is undefined.
 
         Source: Flink's split enumerators (FLIP-27).
         """
@@ -145,7 +145,7 @@ class TopologyOperators(TopologyNode):
             name: The operator's name; by default "supersteps".
             stop_when: Called on the driver as `stop_when(step, value)` with the result of each step. After it returns
                 True, `steps.stopped` is True in every task.
-            timeout: The time that a step waits for its last task, in seconds.
+            timeout: How long a step waits until all tasks have reached it, in seconds.
 
         Returns:
             The DataFrame. It adds a shuffle, which keeps the rows of a subtask together and in order.
@@ -163,7 +163,8 @@ class TopologyOperators(TopologyNode):
 
         When a task fails, or Spark loses output of the stage, the whole stage runs again from step 0, at most
         `spark.stage.maxConsecutiveAttempts` times. When tasks reduce differently, the topology fails: the action
-        raises Spark's own error, and the `with` raises `CoordinatorFailed`, whose `__cause__` is `OperatorFailed`.
+        raises Spark's own error, and the `with` statement raises `CoordinatorFailed`, whose `__cause__` is
+        `OperatorFailed`.
 
         Source: Flink's iterations with supersteps (PR #10483); Spark's barrier execution.
         """
@@ -186,17 +187,18 @@ class TopologyOperators(TopologyNode):
         Tasks stage their rows where no reader sees them. The commit contains exactly the output of the attempts that
         Spark accepted: failed, speculative, lost and repeated attempts leave nothing.
 
-        With a `commit_id` and a `commit_log` that outlive the driver, a driver may die at any point, and another one
-        may call this again: a commit that was decided is finished without running the dataset again; one that was not
-        decided is discarded and written again; one that is done stays as it is.
+        If the `commit_id` and the `commit_log` outlive the driver, a driver may die at any point, and another driver
+        may call this again. If the commit was decided, the new driver finishes it, and does not run the dataset again.
+        If the commit was not decided, the new driver discards what was staged and writes the dataset again. If the
+        commit is already finished, nothing happens.
 
-        Inside a job (`stagecrew.current_job`) the job gives both: it derives the id from the job, the step and
-        `name`, which a step uses once, and keeps the log in its store.
+        Inside a job (`stagecrew.current_job`) the job provides both: it derives the id from the job, the step and
+        `name`, and keeps the log in its store. Each commit in a step needs another `name`.
 
         A commit id belongs to one set of rows. A call with the id of a commit that is already decided writes nothing,
-        and logs a warning with the time of that commit and its number of rows. In a job a repeat logs nothing; if an
-        earlier run of the job decided the commit with another content, sink or schema, it logs a warning, and the
-        rows of that run stay.
+        and logs a warning with the time of that commit and its number of rows. In a job this call logs nothing,
+        unless an earlier run of the job decided the commit with other content, another sink or another schema: then
+        it logs a warning, and the rows of the earlier run stay.
 
         Args:
             dataset: The rows.
@@ -206,7 +208,7 @@ class TopologyOperators(TopologyNode):
             commit_log: A `CommitLog`, or the path of a folder for a `FileCommitLog`. By default the session's own
                 log, which is in memory.
             name: The operator's name.
-            content: Names the set of rows: a date, a snapshot id, or any other text.
+            content: A text that identifies the rows, such as a date or a snapshot id.
 
         Returns:
             The numbers of rows, parts and bytes that were committed, and whether an earlier call had decided the
@@ -218,16 +220,16 @@ class TopologyOperators(TopologyNode):
             CommitUnknown: The outcome of a write to the log is unknown. Commit with the same id again.
             RecordUnreadable: Another version of stagecrew wrote the record of this commit.
             OperatorMisused: An argument is wrong; or the commit was decided with another sink, other columns or other
-                content. Nullability, order and metadata of columns do not count.
+                content. The nullability, order and metadata of columns are not compared.
             TopologyError: The topology is not active.
             NotActive: The session has stopped.
 
         Examples:
             report = topology.commit(flights, ParquetSink(path), commit_id="flights-2013-01-01", commit_log=log_folder)
 
-        A failure of the Spark job is raised unchanged.
+        If the Spark job fails, its error is raised unchanged.
 
-        Source: Flink's two-phase commit sinks (FLIP-143). Here the result of Spark's action decides.
+        Source: Flink's two-phase commit sinks (FLIP-143). Here the commit is decided by the result of Spark's action.
         """
         from stagecrew.operators.commit_log import commit_log_of
         from stagecrew.operators.commit_operator import commit_dataset
@@ -255,16 +257,16 @@ class TopologyOperators(TopologyNode):
     def align(self, name: str, drift: Any, idle_after: float | None = None) -> Alignment:
         """Aligns tasks in event time: a source that is ahead of the slowest one by more than `drift` waits.
 
-        Map datasets with the result: `work(aligner, batches)` calls `aligner.advance(watermark)` as it proceeds. A
-        source takes part from its first watermark until it finishes, its task ends, or it is silent for `idle_after`
-        seconds.
+        Map datasets with the result. The mapped function, `work(aligner, batches)`, calls
+        `aligner.advance(watermark)` as it proceeds. A source takes part from its first watermark until it finishes,
+        its task ends, or it is silent for `idle_after` seconds.
 
         Args:
             name: The operator's name, unique in the topology.
-            drift: The largest distance to the slowest source. Event times are numbers; or `datetime`s, and `drift` is
-                a `timedelta`.
-            idle_after: A source that is silent for this many seconds does not hold back others. By default every
-                source does.
+            drift: The largest distance to the slowest source: a number if event times are numbers, or a `timedelta` if
+                they are `datetime`s.
+            idle_after: A source that is silent for this many seconds no longer holds back others. By default a silent
+                source holds back others forever.
 
         Returns:
             The alignment, which maps datasets.
@@ -278,9 +280,9 @@ class TopologyOperators(TopologyNode):
             alignment = topology.align("event-time", drift=3600)
             rows = alignment.map(clicks, read, schema)
 
-        A source that waits for too long gets `OperatorFailed`.
+        If `advance` waits for longer than its timeout, it raises `OperatorFailed`.
 
-        Not promised: that sources wait for a source whose task has not begun. Give every task a slot, or read the
+        Not promised: sources do not wait for a source whose task has not begun. Give every task a slot, or read the
         sources as splits with `EventTimeSplits`.
 
         Source: Flink's watermark alignment (FLIP-182).
@@ -289,25 +291,26 @@ class TopologyOperators(TopologyNode):
 
         self._require_active("align sources")
         alignment = align(self, name, drift, idle_after)
-        self.operators.name_operator(name)  # last: the name stays free if an argument is refused
+        self.operators.name_operator(name)  # last, so that a refused argument does not use up the name
         return alignment
 
     @property
     def progress(self) -> dict[str, dict[str, Any]]:
         """The progress of this topology's coordinators, by operator and use: `{"supersteps/1": {"step": 12}}`.
 
-        It has the names of `progress` in `report.operators`, with the original values. A value that a coordinator
-        reports is here at once. A value that `Coordinator.progress` returns is here about a second later, and at the
-        end.
+        The names are those of `progress` in `report.operators`, and the values are the coordinators' original objects.
+        A value that a coordinator reports is included at once. A value that `Coordinator.progress` returns is included
+        about a second later, and when the coordinator ends.
         """
         return self.operators.progress()
 
     def checkpoint(self, checkpoint_id: int | None = None, timeout: float = 30.0) -> Checkpoint:
         """Takes a checkpoint of all coordinators of this topology.
 
-        When it returns, the events that each coordinator sent before its cut are in the mailboxes of its tasks, and
-        none that it sent after the cut is. A coordinator's state includes the messages of tasks that it had handled
-        by its cut.
+        The *cut* of a coordinator is the moment when its `checkpoint` method, or the future that this method returned,
+        delivers the state. The state includes the messages that the coordinator handled before its cut. When this
+        method returns, the mailboxes of the tasks contain all events that were sent before the cut, and none that were
+        sent after it.
 
         Args:
             checkpoint_id: Must be larger than that of the last checkpoint; by default the next number.
@@ -325,19 +328,19 @@ class TopologyOperators(TopologyNode):
         Examples:
             saved = topology.checkpoint().to_bytes()
 
-        Not promised: that the cuts of several coordinators are made at one instant.
+        Not promised: the cuts of several coordinators are not made at the same instant.
         """
         self._require_active("take checkpoints")
         return self.operators.checkpoint(checkpoint_id, timeout)
 
     def reset(self, checkpoint: Checkpoint | None = None) -> None:
-        """Replaces all coordinators by new instances, restored or without state. Does not wait for it.
+        """Replaces all coordinators with new instances, which are restored or have no state. Does not wait for them.
 
-        Each current instance closes first. No evaluation that began before the reset gets a reply or succeeds: its
-        attempt fails, and Spark runs the task again.
+        Each current instance closes first. An evaluation that began before the reset gets no more replies and cannot
+        succeed: its attempt fails, and Spark runs the task again.
 
         Args:
-            checkpoint: The states to restore. By default coordinators begin without state.
+            checkpoint: The states to restore. By default the new coordinators have no state.
 
         Raises:
             TopologyError: The topology is not active.
@@ -355,15 +358,15 @@ class TopologyOperators(TopologyNode):
 
     @property
     def request_timeout(self) -> float:
-        """How long tasks wait for a reply of their coordinator, in seconds."""
+        """How long tasks wait for a reply from their coordinator, in seconds."""
         return self._connection.request_timeout
 
     def streaming_query(self) -> QueryCheck | None:
-        """Whether the streaming query still runs whose batch the calling thread processes. None in other threads."""
+        """Returns a check whether the streaming query that called this thread still runs, or None in other threads."""
         return self._connection.streaming_query()
 
     def cancel_failed(self, cause: BaseException) -> None:
-        """Starts to cancel the Spark jobs of the topology after a coordinator failed. Does not wait."""
+        """Cancels the Spark jobs of the topology after a coordinator failed, without waiting."""
 
         def cancel() -> None:
             with contextlib.suppress(Exception):  # the session may be stopping, which cancels too
@@ -374,5 +377,5 @@ class TopologyOperators(TopologyNode):
 
     def _require_active(self, what: str) -> None:
         if not self.is_active:
-            raise TopologyError(f"topology {self.name!r} is {self._state}; {what} only inside its `with`")
+            raise TopologyError(f"topology {self.name!r} is {self._state}; {what} only inside its `with` statement")
         self._connection.require_running()

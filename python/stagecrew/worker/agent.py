@@ -33,12 +33,12 @@ __all__ = ["Agent", "main"]
 class _AskedToEnd(BaseException):
     """A signal asked the agent to end.
 
-    It is no `Exception`, so an `open` that ignores exceptions does not ignore it.
+    It is not an `Exception`, so an `open` that ignores exceptions does not ignore it.
     """
 
 
 class Agent:
-    """Serves its executor until that is gone, or SIGTERM asks it to end."""
+    """Serves its executor until the executor is gone, or until SIGTERM."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -47,20 +47,20 @@ class Agent:
         self._ends, self._interruptible = False, True
         self._sampler = Sampler("agent")
         seconds, _ = configured() or (None, "")
-        #: The seconds between two samples of this process, None if it takes none; and when the next one is due.
+        #: The seconds between two samples of this process (None if sampling is off), and the time of the next sample.
         self._interval: float | None = seconds
         self._due = time.monotonic() + min(FIRST_SAMPLE, seconds or 0)
         fork_safety.forget_in_children(self)
 
     def forked(self) -> None:
-        """In a child that user code forked: everything belongs to the parent."""
+        """Called in a child that user code forked. Everything belongs to the parent."""
         fork_safety.default_signals([signal.SIGTERM], self._signalled)
         self._hooks.forked()
         self._lifecycle.disown()
         self._channel.close()
 
     def run(self) -> None:
-        """Returns when the executor has closed the channel, or at SIGTERM, with every listener closed."""
+        """Runs until the executor has closed the channel, or until SIGTERM. Then closes all listeners."""
         try:
             signal.signal(signal.SIGTERM, self._signalled)
             while not self._ends:
@@ -157,7 +157,7 @@ def main(arguments: list[str]) -> None:
     """`python -m stagecrew.worker.agent PLACE [FOLDER ...]`: the executor's place file, and folders for the path."""
     place, *folders = arguments
     sys.path[1:1] = folders
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the driver's terminal is meant for the driver
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the driver's terminal is for the driver
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     Agent(Channel.connect(place, role="agent")).run()
 

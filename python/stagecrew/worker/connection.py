@@ -1,6 +1,6 @@
 """A worker's connection to its executor for evaluations: one per process, shared by its evaluations.
 
-It has no thread. A thread that waits for a reply, an event or room to send reads for all.
+It has no thread. A thread that waits for a reply, an event or room to send reads the frames for all threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Receiver(Protocol):
-    """One evaluation, for the connection."""
+    """An evaluation, as the connection sees it."""
 
     id: int
 
@@ -44,14 +44,14 @@ class Connection:
         fork_safety.forget_in_children(self)
 
     def forked(self) -> None:
-        """In a child that user code forked: the connection belongs to the parent."""
+        """Called in a child that user code forked. The connection belongs to the parent."""
         global _current
         _current = None
-        self.broken = "this process was forked from the task's; use the gateway in the task itself"
+        self.broken = "this process was forked from the task's process; use the gateway in the task itself"
         self._channel.close()
 
     def add(self, gateway: Receiver) -> None:
-        """Passes the frames of this evaluation to it from now on."""
+        """Starts passing frames to this evaluation."""
         self._gateways[gateway.id] = gateway
 
     def remove(self, gateway: Receiver) -> None:
@@ -70,7 +70,7 @@ class Connection:
             raise EvaluationEnded(self.broken) from error
 
     def wait(self, found: Callable[[], T | None], seconds: float | None) -> T | None:
-        """Reads until `found` returns something, and returns that. Returns None at the timeout."""
+        """Reads until `found` returns a value, and returns this value. Returns None after the timeout."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             with self.changed:
@@ -105,7 +105,7 @@ _connecting: Final = threading.Lock()
 
 
 def connected(place: str) -> Connection:
-    """This process's connection to the executor whose place file this is."""
+    """Returns this process's connection to the executor with this place file."""
     global _current
     with _connecting:
         if _current is None or _current.place != place or _current.broken is not None:

@@ -122,7 +122,8 @@ def _hook_pyspark() -> None:
             raise
 
     def handle_worker_exception(error: BaseException, *args: Any, **kwargs: Any) -> None:
-        if error is unbegun:  # an `open` or `decorate` raised: the frames between Spark's and the user's are ours
+        # An `open` or `decorate` raised: the frames between Spark's and the user's are stagecrew's.
+        if error is unbegun:
             remove_own_frames(error)
         original_handle(error, *args, **kwargs)
 
@@ -133,7 +134,7 @@ def _hook_pyspark() -> None:
 
 
 class _Jar(zipimport.zipimporter):
-    """Imports from our jar, and reads its list of files once.
+    """Imports from stagecrew's jar, and reads the jar's list of files only once.
 
     PySpark calls `importlib.invalidate_caches()` for each task. Python's own importers then read the list again for
     each folder of the jar, which takes 4 ms per task. The jar does not change while a daemon runs.
@@ -144,7 +145,7 @@ class _Jar(zipimport.zipimporter):
 
 
 def _read_our_jar_once() -> None:
-    # Not by name: a user's path may have it under another one, such as a link.
+    # Do not compare names: the user's path may contain the jar under another name, such as a link.
     loader = getattr(graceful_shutdown.__spec__, "loader", None)
     if not isinstance(loader, zipimport.zipimporter):
         return

@@ -1,4 +1,4 @@
-"""Makes listeners from what an executor sends about a topology: unpickles them, or imports them by name."""
+"""Creates listeners from an executor's description of a topology: unpickles them, or imports them by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stagecrew.worker.lifecycle import Described, Registered
 
 __all__ = ["described", "lifetime_of", "named"]
 
-#: The first part of the ids of executions' topologies.
+#: The first part of the id of an execution's topology.
 EXECUTION: Final = "execution-"
 
 
@@ -26,7 +26,7 @@ def named(target: str, where: str = "on this executor") -> Listener:
     A `Listener` class, and a resource that needs no arguments, are called.
 
     Raises:
-        ListenerError: The name cannot be imported, or is no listener. The message says `where`.
+        ListenerError: The name cannot be imported, or is not a listener. The message says `where`.
     """
     module, colon, name = target.partition(":")
     if not (module and colon and name):
@@ -53,7 +53,7 @@ def described(frame: Frame, mine: Callable[[dict[str, Any]], bool]) -> Described
     """The topology of a TOPOLOGY frame (to a worker) or an OPEN frame (to the agent).
 
     Args:
-        frame: The description of the driver. A TOPOLOGY frame also has the answer of the executor's agent.
+        frame: The driver's description. A TOPOLOGY frame also contains the response of the executor's agent.
         mine: Returns whether this process opens a listener, by its entry with its scope and its lifetime.
     """
     body = json.loads(frame["body"])
@@ -76,8 +76,8 @@ def lifetime_of(topology: str) -> str | None:
 def _with_opened(entries: list[dict[str, Any]], frame: Frame) -> list[dict[str, Any]]:
     """The entries that open in this topology, with the values or problems that the agent reported.
 
-    The topology of an execution has all listeners of the application. The lifetime of a name is known to the agent
-    only.
+    The topology of an execution has all listeners of the application. Only the agent knows the lifetime of a listener
+    that is registered by name.
     """
     opened = json.loads(frame["opened"])["listeners"] if frame["opened"] else []
     said = {entry["index"]: entry for entry in opened}

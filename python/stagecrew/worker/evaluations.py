@@ -23,16 +23,16 @@ from stagecrew.worker.process import PLACE
 
 __all__ = ["PARTITION", "Bound", "TaskGateway", "evaluate"]
 
-#: Instead of a column: the subtask is the partition of the task, also if it is empty.
+#: Used instead of a column name: the subtask is the task's partition id. Empty partitions also have a subtask.
 PARTITION: Final = ""
 
-#: Events are sent together. They wait at most this long, or until this many events or bytes wait.
-_PAUSE: Final = 0.001
+#: Sent events are batched. A batch is flushed after this many seconds, events or bytes.
+_FLUSH_DELAY: Final = 0.001
 _BATCH: Final = 128
 _BATCH_BYTES: Final = 1 << 16
-#: The credit of events, and of bytes.
-_WANT: Final = 512
-_WANT_BYTES: Final = 1 << 17
+#: The credit that a task requests: the events and bytes that the executor may pass to it.
+_CREDIT: Final = 512
+_CREDIT_BYTES: Final = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,24 +67,24 @@ class TaskGateway:
         self.id = int.from_bytes(os.urandom(8), "big", signed=True)
         self._lock = threading.Lock()
         self._sequence = 0  # the number of the last message
-        self._first = 1  # the number of the first event that waits
-        self._kept: list[bytes] = []
-        self._kept_bytes = 0
-        self._sent_at = 0.0
-        self._handled = 0
-        #: The sizes of the messages that may not be handled yet.
+        self._first_unsent = 1  # the number of the first event in `_unsent`
+        self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
+        self._flushed_at = 0.0
+        self._handled = 0  # the number of the last message that the coordinator handled
+        #: The sizes of the messages that the coordinator may not have handled yet.
         self._sizes: collections.deque[int] = collections.deque()
         self._unhandled_bytes = 0
-        self._asked_at = 0  # the last message when room was requested
+        self._room_requested_at = 0  # the number of the last message when more room was requested
         self._flusher: threading.Thread | None = None
-        self._something_kept = threading.Event()
+        self._has_unsent = threading.Event()
         self._replies: dict[int, tuple[str, bytes]] = {}
         self._awaited: set[int] = set()  # the requests with a waiting thread
         self._events: collections.deque[bytes] = collections.deque()
-        #: The credit that is left. The executor's mailbox counts the same.
-        self._wanted = self._wanted_bytes = 0
-        self._over: str | None = None
-        self._done = False
+        #: The remaining credit, as the executor's mailbox counts it too.
+        self._credit = self._credit_bytes = 0
+        self._abort_reason: str | None = None
+        self._is_finished = False
         connection.add(self)
         connection.send(
             encode(
@@ -112,30 +112,31 @@ class TaskGateway:
     def send(self, event: Any) -> None:
         """Sends an event to the coordinator.
 
-        It returns at once, unless too many messages are unhandled. The events of one thread are handled in order, once
-        each, before the evaluation ends. Events in quick succession travel together, at most a millisecond later.
+        It returns at once, unless the coordinator has too many unhandled messages of this task. The coordinator handles
+        the events of one thread in order, each one once, before the evaluation ends. Events that are sent in quick
+        succession are batched, which delays them by at most a millisecond.
 
         Args:
-            event: Any object that can be pickled; `bytes` travel unchanged.
+            event: Any object that can be pickled. `bytes` are sent unchanged.
 
         Raises:
             EventRejected: The event cannot be pickled.
             EventRejected: The event exceeds `spark.stagecrew.event.maxSize`.
-            EvaluationEnded: The evaluation has ended, or its attempt is killed.
+            EvaluationEnded: The evaluation has ended, or Spark has killed its attempt.
             CoordinationTimeout: The coordinator handled none of the earlier messages within
                 `spark.stagecrew.request.timeout`.
         """
         payload = pack(event, self._bound.max_event)
         while True:
             with self._lock:
-                if (handled := self._lacks_room(len(payload))) is None:
+                if (handled := self._check_room(len(payload))) is None:
                     self._add(payload)
-                    self._kept.append(payload)
-                    self._kept_bytes += len(payload)
+                    self._unsent.append(payload)
+                    self._unsent_bytes += len(payload)
                     if (
-                        len(self._kept) >= _BATCH
-                        or self._kept_bytes >= _BATCH_BYTES
-                        or time.monotonic() - self._sent_at > _PAUSE
+                        len(self._unsent) >= _BATCH
+                        or self._unsent_bytes >= _BATCH_BYTES
+                        or time.monotonic() - self._flushed_at > _FLUSH_DELAY
                     ):
                         self._flush()
                         return
@@ -143,15 +144,15 @@ class TaskGateway:
             self._await_room(handled, self._bound.request_timeout)
         if self._flusher is None:
             self._start_flusher()
-        if not self._something_kept.is_set():
-            self._something_kept.set()
+        if not self._has_unsent.is_set():
+            self._has_unsent.set()
 
     def request(self, request: Any, timeout: float | None = None) -> Any:
         """Sends a request to the coordinator, and waits for its reply. The coordinator handles earlier events first.
 
         Args:
-            request: Any object that can be pickled; `bytes` travel unchanged.
-            timeout: The seconds to wait, for room to send and for the reply together. The default is
+            request: Any object that can be pickled. `bytes` are sent unchanged.
+            timeout: The seconds to wait until the request can be sent and the reply arrives. The default is
                 `spark.stagecrew.request.timeout`.
 
         Returns:
@@ -161,22 +162,22 @@ class TaskGateway:
             RequestFailed: The coordinator raised an exception, which is the cause.
             CoordinationTimeout: No reply came in time. The message says whether the request was sent; if it was, the
                 coordinator may have handled it.
-            EvaluationEnded: The evaluation has ended, or its attempt is killed.
+            EvaluationEnded: The evaluation has ended, or Spark has killed its attempt.
             EventRejected: The request cannot be pickled.
             EventRejected: The request exceeds `spark.stagecrew.event.maxSize`.
         """
         payload = pack(request, self._bound.max_event)
         seconds = self._bound.request_timeout if timeout is None else timeout
-        due = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while True:
             with self._lock:
-                if (handled := self._lacks_room(len(payload))) is None:
+                if (handled := self._check_room(len(payload))) is None:
                     sequence = self._add(payload)
                     self._awaited.add(sequence)
                     self._flush(encode("REQUEST", evaluation=self.id, sequence=sequence, payload=payload))
                     break
-            self._await_room(handled, seconds, due)
-        outcome, reply = self._wait_for(sequence, due, f"has not answered within {seconds:g} s", self._check)
+            self._await_room(handled, seconds, deadline)
+        outcome, reply = self._await_reply(sequence, deadline, f"did not reply within {seconds:g} s", self._check)
         if outcome == "ok":
             return unpack(reply)
         error, text = raised(reply)
@@ -193,7 +194,7 @@ class TaskGateway:
 
         Raises:
             CoordinationTimeout: No event came in time.
-            EvaluationEnded: The evaluation has ended, or its attempt is killed.
+            EvaluationEnded: The evaluation has ended, or Spark has killed its attempt.
         """
         while True:
             payload = self._next(timeout)
@@ -201,7 +202,7 @@ class TaskGateway:
                 return
             yield unpack(payload)
 
-    # -- of this module
+    # -- Used in this module only
 
     def _handle(self, frame: Any) -> None:
         """Handles a frame. Called with the connection's condition held."""
@@ -213,14 +214,14 @@ class TaskGateway:
         elif frame.kind == "HANDLED":
             self._handled = max(self._handled, frame["sequence"])
         elif frame.kind == "ABORT":
-            self._over = self._over or frame["reason"]  # a later reason says less
+            self._abort_reason = self._abort_reason or frame["reason"]  # the first reason is the cause
 
     def _finish(self, outcome: str, reason: str) -> None:
-        """The function has ended. If it finished, waits until all of its messages are in the coordinator's queue."""
+        """Reports the end of the evaluation. If it finished, waits until all its messages are queued."""
         with self._lock:
-            if self._done:
+            if self._is_finished:
                 return
-            self._done = True
+            self._is_finished = True
             sequence = self._sequence + 1
             self._awaited.add(sequence)
             frame = encode("FINISH", evaluation=self.id, sequence=sequence, outcome=outcome, reason=reason)
@@ -229,25 +230,27 @@ class TaskGateway:
             except EvaluationEnded:
                 if outcome == "finished":
                     raise
-        self._something_kept.set()  # ends the thread
+        self._has_unsent.set()  # so that the flusher thread ends
         try:
             if outcome == "finished":
                 seconds = self._bound.request_timeout
-                what = f"has not taken the end of this evaluation within {seconds:g} s"
-                self._wait_for(sequence, time.monotonic() + seconds, what, self._check_over)
+                problem = f"did not acknowledge the end of this evaluation within {seconds:g} s"
+                self._await_reply(sequence, time.monotonic() + seconds, problem, self._check_aborted)
         finally:
             self._connection.remove(self)
 
     def _check(self) -> None:
-        if self._done:
+        if self._is_finished:
             raise EvaluationEnded(
-                f"the evaluation of operator {self._bound.operator!r} has ended; use its gateway in it"
+                f"the evaluation of operator {self._bound.operator!r} has ended; use its gateway only while it runs"
             )
-        self._check_over()
+        self._check_aborted()
 
-    def _check_over(self) -> None:
-        if self._over is not None:
-            raise EvaluationEnded(f"the evaluation of operator {self._bound.operator!r} is over: {self._over}")
+    def _check_aborted(self) -> None:
+        if self._abort_reason is not None:
+            raise EvaluationEnded(
+                f"the evaluation of operator {self._bound.operator!r} has ended: {self._abort_reason}"
+            )
 
     def _add(self, payload: bytes) -> int:
         self._sequence += 1
@@ -255,32 +258,39 @@ class TaskGateway:
         self._unhandled_bytes += len(payload)
         return self._sequence
 
-    def _lacks_room(self, size: int) -> int | None:
-        """None if there is room for a message, else the number of handled ones, to wait for more. With the lock."""
+    def _check_room(self, size: int) -> int | None:
+        """Returns None if a message of this size may be sent. Otherwise requests room for it.
+
+        Then it returns the number of the last handled message, for `_await_room`. Called with the lock held.
+        """
         self._check()
-        handled = self._handled  # before the check for room: a reader changes it without the lock
+        handled = self._handled  # read before the check, because the reading thread changes it without the lock
         if self._has_room(size):
             return None
-        if self._asked_at < self._sequence:  # the driver reports handled messages from time to time, and after this
-            self._asked_at = self._sequence
+        if self._room_requested_at < self._sequence:  # the driver also reports handled messages without a request
+            self._room_requested_at = self._sequence
             self._flush(encode("CREDIT", evaluation=self.id))
         return handled
 
-    def _await_room(self, handled: int, seconds: float, due: float | None = None) -> None:
-        """Waits until more is handled, for this time or until `due`. Without the lock, so that others receive."""
+    def _await_room(self, handled: int, seconds: float, deadline: float | None = None) -> None:
+        """Waits until the coordinator has handled more messages than `handled`, or the evaluation ends.
 
-        def more() -> bool | None:
-            return self._handled > handled or self._over is not None or self._done or None
+        Called without the lock, so that other threads can receive meanwhile.
+        """
 
-        if self._connection.wait(more, seconds if due is None else max(due - time.monotonic(), 0.0)) is None:
+        def has_changed() -> bool | None:
+            return self._handled > handled or self._abort_reason is not None or self._is_finished or None
+
+        remaining = seconds if deadline is None else max(deadline - time.monotonic(), 0.0)
+        if self._connection.wait(has_changed, remaining) is None:
             raise CoordinationTimeout(
                 f"nothing was sent: the coordinator of operator {self._bound.operator!r} has {len(self._sizes)} "
-                f"messages of this task, of {self._unhandled_bytes} bytes, to handle, and made no room for more within "
-                f"{seconds:g} s; it is slow, or blocks"
+                f"unhandled messages of this task ({self._unhandled_bytes} bytes), and handled none of them within "
+                f"{seconds:g} s. It is slow or blocked"
             )
 
     def _has_room(self, size: int) -> bool:
-        """Whether there is room, without the handled messages. With the lock."""
+        """Whether a message of this size may be sent. Handled messages do not count. Called with the lock held."""
         if len(self._sizes) < WINDOW and self._unhandled_bytes + size <= WINDOW_BYTES:
             return True
         while len(self._sizes) > self._sequence - self._handled:
@@ -288,13 +298,13 @@ class TaskGateway:
         return len(self._sizes) < WINDOW and (not self._sizes or self._unhandled_bytes + size <= WINDOW_BYTES)
 
     def _flush(self, *more: bytes) -> None:
-        """Sends the waiting events, and then these frames. With the lock."""
-        kept, self._kept, self._kept_bytes = self._kept, [], 0
-        self._sent_at = time.monotonic()
+        """Sends the unsent events, and then these frames. Called with the lock held."""
+        unsent, self._unsent, self._unsent_bytes = self._unsent, [], 0
+        self._flushed_at = time.monotonic()
         frames = list(more)
-        if kept:
-            frames.insert(0, encode("EVENTS", evaluation=self.id, first=self._first, payloads=kept))
-        self._first = self._sequence + 1
+        if unsent:
+            frames.insert(0, encode("EVENTS", evaluation=self.id, first=self._first_unsent, payloads=unsent))
+        self._first_unsent = self._sequence + 1
         if frames:
             self._connection.send(b"".join(frames))
 
@@ -306,89 +316,93 @@ class TaskGateway:
 
     def _flush_later(self) -> None:
         while True:
-            self._something_kept.wait()
-            self._something_kept.clear()
-            time.sleep(_PAUSE)  # more events may come
+            self._has_unsent.wait()
+            self._has_unsent.clear()
+            time.sleep(_FLUSH_DELAY)  # to collect more events
             with self._lock:
-                if self._done:
+                if self._is_finished:
                     return
                 try:
                     self._flush()
                 except EvaluationEnded as error:
-                    self._over = self._over or str(error)
+                    self._abort_reason = self._abort_reason or str(error)
                     return
 
-    def _wait_for(self, sequence: int, due: float, what: str, check: Callable[[], None]) -> tuple[str, bytes]:
-        def answered() -> tuple[str, bytes] | None:
+    def _await_reply(
+        self, sequence: int, deadline: float, problem: str, check: Callable[[], None]
+    ) -> tuple[str, bytes]:
+        def pop_reply() -> tuple[str, bytes] | None:
             if (reply := self._replies.pop(sequence, None)) is not None:
                 return reply
             check()
             return None
 
         try:
-            reply = self._connection.wait(answered, max(due - time.monotonic(), 0.0))
+            reply = self._connection.wait(pop_reply, max(deadline - time.monotonic(), 0.0))
         finally:
             self._awaited.discard(sequence)
         if reply is None:
-            raise CoordinationTimeout(f"the coordinator of operator {self._bound.operator!r} {what}")
+            raise CoordinationTimeout(f"the coordinator of operator {self._bound.operator!r} {problem}")
         return reply
 
     def _next(self, timeout: float | None) -> bytes:
-        def one() -> tuple[bytes, bytes | None] | None:
+        def pop_event() -> tuple[bytes, bytes | None] | None:
             if self._events:
-                return self._taken()
+                return self._pop_event()
             self._check()
             return None
 
-        if (
-            self._events and not self._kept and self._over is None and not self._done
-        ):  # nothing to wait for, and nothing to send first
+        # Fast path: an event has arrived, and nothing must be sent first.
+        if self._events and not self._unsent and self._abort_reason is None and not self._is_finished:
             with self._connection.changed:
-                found = one()
+                found = pop_event()
         else:
             with self._lock:
                 self._check()
                 self._flush()
             with self._connection.changed:
-                wanted = self._wanting()
-            if wanted is not None:
-                self._connection.send(wanted)
+                credit_request = self._credit_request()
+            if credit_request is not None:
+                self._connection.send(credit_request)
             found = None
-        if found is None and (found := self._connection.wait(one, timeout)) is None:
+        if found is None and (found := self._connection.wait(pop_event, timeout)) is None:
             raise CoordinationTimeout(
-                f"no event of the coordinator of operator {self._bound.operator!r} came within {timeout} s"
+                f"no event of the coordinator of operator {self._bound.operator!r} arrived within {timeout} s"
             )
-        payload, wanted = found
-        if wanted is not None:
-            self._connection.send(wanted)
+        payload, credit_request = found
+        if credit_request is not None:
+            self._connection.send(credit_request)
         return payload
 
-    def _taken(self) -> tuple[bytes, bytes | None]:
-        """Removes the oldest event. Returns it, and after the last one the frame that adds credit.
+    def _pop_event(self) -> tuple[bytes, bytes | None]:
+        """Removes and returns the oldest event, and a frame that requests credit if `_credit_request` returns one.
 
         Called with the connection's condition held.
         """
-        if self._events[0] == END:  # it stays, for all threads that receive
+        if self._events[0] == END:  # it is not removed: every receiving thread must see it
             return END, None
         payload = self._events.popleft()
-        self._wanted -= 1
-        self._wanted_bytes -= max(len(payload), 1)
-        return payload, self._wanting()
+        self._credit -= 1
+        self._credit_bytes -= max(len(payload), 1)
+        return payload, self._credit_request()
 
-    def _wanting(self) -> bytes | None:
-        """The frame that adds credit, if no event is here and little credit is left.
+    def _credit_request(self) -> bytes | None:
+        """Returns a frame that requests more credit, if no event is waiting and little credit is left.
 
         Called with the connection's condition held.
         """
-        if self._events or (self._wanted > _WANT // 2 and self._wanted_bytes > _WANT_BYTES // 2):
+        if self._events or (self._credit > _CREDIT // 2 and self._credit_bytes > _CREDIT_BYTES // 2):
             return None
-        more, size = _WANT - self._wanted, _WANT_BYTES - self._wanted_bytes
-        self._wanted, self._wanted_bytes = _WANT, _WANT_BYTES
-        return encode("CREDIT_REQUEST", evaluation=self.id, events=more, bytes=size)
+        events, size = _CREDIT - self._credit, _CREDIT_BYTES - self._credit_bytes
+        self._credit, self._credit_bytes = _CREDIT, _CREDIT_BYTES
+        return encode("CREDIT_REQUEST", evaluation=self.id, events=events, bytes=size)
 
 
 def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
-    """Calls `work(gateway, *args)` as one evaluation, which includes the iterator that it returns."""
+    """Calls `work(gateway, *args)` as one evaluation.
+
+    If it returns an iterator, the evaluation ends when the iterator is exhausted, fails or is closed.
+    """
     from pyspark import TaskContext
 
     context = TaskContext.get()
@@ -396,16 +410,16 @@ def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
     if not place:
         raise OperatorMisused(
             f"a function bound to operator {bound.operator!r} ran outside of topology {bound.topology!r}: run the "
-            f"action inside its `with`; a lazy dataset that is run later has no coordinator. If its stored partitions "
-            f"were released with the topology, `topology.keep(dataset)` inside it keeps them"
+            f"action inside its `with` statement, because a lazy dataset has no coordinator later. If the dataset's "
+            f"stored partitions were released with the topology, call `topology.keep(dataset)` inside it to keep them"
         )
     connection = connected(place)
     subtask: int | None = None
     if bound.subtask == PARTITION:
-        assert context is not None  # a place implies a context
+        assert context is not None  # only a task has a place
         subtask = context.partitionId()
     elif bound.subtask is not None:
-        subtask, batches = _identified(bound.subtask, args[0])
+        subtask, batches = _read_subtask(bound.subtask, args[0])
         args = (batches,)
     gateway = TaskGateway(connection, bound, subtask, context)
     try:
@@ -414,12 +428,12 @@ def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
         gateway._finish("failed", f"{type(error).__name__}: {error}")
         raise
     if hasattr(result, "__next__"):
-        return _through(gateway, result)
+        return _iterate(gateway, result)
     gateway._finish("finished", "")
     return result
 
 
-def _through(gateway: TaskGateway, rows: Iterator[Any]) -> Iterator[Any]:
+def _iterate(gateway: TaskGateway, rows: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from rows
     except GeneratorExit:
@@ -431,8 +445,8 @@ def _through(gateway: TaskGateway, rows: Iterator[Any]) -> Iterator[Any]:
     gateway._finish("finished", "")
 
 
-def _identified(column: str, batches: Iterator[Any]) -> tuple[int | None, Iterator[Any]]:
-    """The subtask of a partition's batches, and the batches without its column."""
+def _read_subtask(column: str, batches: Iterator[Any]) -> tuple[int | None, Iterator[Any]]:
+    """Reads the subtask from the first row. Returns it, and the batches without its column."""
     first = next(batches, None)
     if first is None:
         return None, iter(())

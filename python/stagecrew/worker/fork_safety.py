@@ -1,7 +1,7 @@
 """Separates a child that user code forks from its parent (multiprocessing forks by default up to Python 3.13).
 
-The channel belongs to the parent: while a child held it too, the executor would not see that the parent is gone. The
-signal handlers and the listeners, which the parent closes, belong to the parent too.
+The channel belongs to the parent: if a child kept it open, the executor would not notice that the parent is gone. The
+signal handlers and the listeners also belong to the parent, which closes them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _registered = False
 def forget_in_children(holder: Forgets) -> None:
     """Calls `holder.forked()` in each child that this process forks from now on.
 
-    Call it in the process that `holder` belongs to, not in the daemon, whose own forks are Spark's.
+    Call it in the process that `holder` belongs to. Do not call it in the daemon, which forks Spark's workers.
     """
     global _registered
     _held.add(holder)
@@ -40,7 +40,7 @@ def forget_in_children(holder: Forgets) -> None:
 
 
 def default_signals(numbers: Iterable[int], ours: Callable[..., Any]) -> None:
-    """Resets signals that `ours` handles to their defaults. The user's handlers stay."""
+    """Resets the signals that `ours` handles to their defaults. Keeps the user's handlers."""
     for number in numbers:
         if _signal.getsignal(number) == ours:
             _signal.signal(number, _signal.SIG_DFL)

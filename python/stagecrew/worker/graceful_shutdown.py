@@ -1,9 +1,9 @@
-"""How the daemon ends workers that Spark does not need any more, so that their listeners close.
+"""Ends workers that Spark no longer needs gracefully, so that their listeners close.
 
 Spark's daemon kills with SIGKILL: an idle worker beyond `spark.python.factory.idleWorkerMaxPoolSize`, and a worker
 whose task was killed and did not end. A worker with open listeners catches SIGTERM. It gets SIGTERM first, and SIGKILL
-if it still runs after `SECONDS`. A worker that is idle or closing has set how long its closes may take, and has at
-least that long. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
+if it still runs after `SECONDS`. A worker that is idle or closing sets the time that its closes need, and gets at least
+this time. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
 
 The daemon has one thread and must have no other before it forks, so the handler of a timer sends the second signal.
 Nothing else in the daemon uses a timer.
@@ -23,7 +23,7 @@ from typing import Final
 
 __all__ = ["SECONDS", "forget", "install", "needs"]
 
-#: How long a worker that runs a task may take after SIGTERM, in seconds.
+#: The time that a worker with a running task gets after SIGTERM, in seconds.
 SECONDS: Final = 5.0
 #: How often the daemon checks for workers that are due, after the first `SECONDS`.
 _INTERVAL: Final = 0.5
@@ -36,7 +36,7 @@ _needed: memoryview | None = None
 
 
 def install() -> None:
-    """Makes Spark's daemon end its workers with `_kill`. In the daemon only, before its loop."""
+    """Makes Spark's daemon end its workers with `_kill`. Called in the daemon, before its loop."""
     global _needed
     import pyspark.daemon
 
@@ -46,7 +46,7 @@ def install() -> None:
 
 
 def forget() -> None:
-    """In a forked worker, before each task: removes the daemon's timer, and resets the time to `SECONDS`."""
+    """Called in a forked worker before each task. Removes the daemon's timer, and resets the time to `SECONDS`."""
     needs(0)
     if _asked or signal.getsignal(signal.SIGALRM) is _later:
         _asked.clear()
@@ -54,7 +54,7 @@ def forget() -> None:
 
 
 def needs(seconds: float) -> None:
-    """In a forked worker: sets how long it may take to end after SIGTERM from now on."""
+    """Called in a forked worker. Sets the time that it needs to end after SIGTERM."""
     pid = os.getpid()
     if _needed is not None and pid < len(_needed):
         _needed[pid] = min(math.ceil(seconds), 0xFFFF)

@@ -1,4 +1,4 @@
-"""Calls user code in a worker and in the agent: with a timeout, counted, and reported to the executor.
+"""Calls user code in a worker and in the agent, with a timeout. Counts the calls, and reports them to the executor.
 
 A timer signal interrupts a hook that exceeds its timeout, and raises `HookTimeout` in it. The executor gets a frame
 before and after each hook. It kills the process if a hook ignores the signal, for example in C code.
@@ -32,7 +32,7 @@ ERROR_LENGTH = 8000
 
 
 class CalledHooks:
-    """Calls the listeners of one process, and reports to its executor."""
+    """Calls the listeners of one process, and reports to the executor."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -43,7 +43,7 @@ class CalledHooks:
         self._interrupt: Callable[[int, FrameType | None], None] | None = None
 
     def forked(self) -> None:
-        """In a child that a hook forked: the timer and its handler belong to the parent."""
+        """Called in a child that a hook forked. The timer and its handler belong to the parent."""
         if self._interrupt is not None:
             fork_safety.default_signals([signal.SIGALRM], self._interrupt)
 
@@ -149,7 +149,7 @@ class CalledHooks:
             finally:  # also if the timer fires at this moment
                 signal.signal(signal.SIGALRM, before)
                 self._interrupt = None
-            if remaining:  # another timer: it continues, less the time that the hook took
+            if remaining:  # the user's timer continues, minus the time that the hook took
                 signal.setitimer(signal.ITIMER_REAL, max(0.001, remaining - (time.monotonic() - started)), interval)
 
     def _done(

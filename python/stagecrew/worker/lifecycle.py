@@ -26,7 +26,7 @@ __all__ = ["Described", "Hooks", "Lifecycle", "Registered", "State"]
 
 Leave = Callable[[BaseException | None], None]
 
-#: Why a listener is not the one of its name that is open.
+#: Why a listener is not the open listener of the same name.
 _REDEFINED: Final = (
     "its definition was run again with different code, as in a notebook cell, and the topology that is open has the "
     "earlier one. Close that topology (`topology.close()`, or `crew.close_all()`), and start it again with the "
@@ -46,7 +46,7 @@ class Registered:
     name: str
     identity: Identity
     required: bool
-    #: None for a listener of the executor's scope in a worker: it was opened elsewhere.
+    #: None for a listener of the executor's scope in a worker, because another process opened it.
     listener: Listener | None
     value: Callable[[], Any] | None = None
 
@@ -65,7 +65,7 @@ class State(enum.Enum):
 
     NEW = "new"
     OPEN = "open"
-    #: Its open failed and it is not required: tasks run without it.
+    #: Its open failed, but it is not required: tasks run without it.
     OFF = "off"
 
 
@@ -105,16 +105,16 @@ class Lifecycle:
 
     @property
     def anything_open(self) -> bool:
-        """Whether some listener awaits its close."""
+        """Whether any listener must still be closed."""
         return bool(self._opened)
 
     @property
     def open_count(self) -> int:
-        """How many listeners await their close."""
+        """The number of listeners that must still be closed."""
         return len(self._opened)
 
     def knows(self, topology: str) -> bool:
-        """Whether the topology was described and not closed since."""
+        """Whether the topology was described, and has not been closed since."""
         return topology in self._topologies
 
     def name_of(self, topology: str) -> str:
@@ -176,7 +176,7 @@ class Lifecycle:
             raise
 
     def end(self, error: BaseException | None) -> None:
-        """The task has ended with this exception, or None. A second call does nothing."""
+        """Ends the task, with its exception or None. A second call does nothing."""
         try:
             with contextlib.ExitStack() as every:  # an interrupted one does not prevent the others
                 leaves, self._leaves = self._leaves, []
@@ -206,7 +206,7 @@ class Lifecycle:
         return done
 
     def close_all(self) -> list[str]:
-        """The process ends: closes everything, innermost first. Returns the ids of all known topologies."""
+        """Closes everything before the process ends, innermost first. Returns the ids of all known topologies."""
         known = list(self._topologies)
         try:
             self.end(None)
@@ -220,7 +220,7 @@ class Lifecycle:
         return known
 
     def disown(self) -> None:
-        """In a forked child: the parent leaves decorations and closes listeners. `find` still returns their values."""
+        """Called in a forked child. The parent leaves the decorations and closes the listeners. `find` still works."""
         # Held until the process ends: a dropped generator would run its `finally`.
         self._disowned += [*self._leaves, *self._topologies.values()]
         self._opened, self._leaves, self._due = [], [], []
@@ -228,8 +228,8 @@ class Lifecycle:
     def find(self, identity: Identity) -> Any:
         """The opened value of a listener of the current task's topologies.
 
-        The same listener comes first, then one that the configuration registers by the same name, then one that only
-        has the same code (two functions of one name). Among these the innermost comes first.
+        The same listener is preferred, then one that the configuration registers under the same name, then one that
+        only has the same code (two functions with one name). Among these, the innermost is preferred.
 
         Raises:
             NotRegisteredError: No such listener is registered in these topologies.

@@ -57,7 +57,7 @@ class WorkerProcess:
         fork_safety.forget_in_children(self)
 
     def forked(self) -> None:
-        """In a child that user code forked: `get()` still returns opened values.
+        """Called in a child that user code forked. `get()` still returns opened values.
 
         Everything else belongs to the parent.
         """
@@ -69,7 +69,7 @@ class WorkerProcess:
 
     @property
     def anything_open(self) -> bool:
-        """Whether some listener awaits its close."""
+        """Whether any listener must still be closed."""
         return self._lifecycle.anything_open
 
     # -- a task
@@ -89,7 +89,7 @@ class WorkerProcess:
         self._raise_noted()  # noted during the close of a listener whose open failed
 
     def begin_without_listeners(self, output: BinaryIO) -> None:
-        """A task without listeners begins while listeners are open: it can be asked to end as well."""
+        """Begins a task without listeners while listeners are open, so that a signal can end it, too."""
         if self.anything_open:
             self._resolving.enter_context(resolving(self._lifecycle.find))  # it says which topologies have a listener
             self._output = output
@@ -97,7 +97,7 @@ class WorkerProcess:
             self._raise_noted()
 
     def end(self, error: BaseException | None) -> None:
-        """The task has ended with this exception, or None. A second call does nothing."""
+        """Ends the task, with its exception or None. A second call does nothing."""
         self._on_signal = "note"
         self._output = None
         try:
@@ -142,7 +142,7 @@ class WorkerProcess:
     def wait_for_task(self, task_socket: socket.socket) -> None:
         """Waits until a task arrives on Spark's socket, and closes topologies that end meanwhile.
 
-        At the end of Spark's stream the worker is not needed any more: everything is closed before this returns.
+        If Spark's stream ends, the worker is no longer needed, and this closes everything before it returns.
         """
         with self._leaving_on_signal():
             graceful_shutdown.needs(self._time_to_close())
@@ -167,13 +167,13 @@ class WorkerProcess:
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _ENDING)
 
     def resumed(self) -> None:
-        """Spark's worker() has reset the signals and is about to run the task."""
+        """Sets the signal handlers again. Spark's worker() has reset them and is about to run the task."""
         if self.anything_open:
             self._take_signals("note")
         _signal.pthread_sigmask(_signal.SIG_UNBLOCK, _ENDING)
 
     def leave(self, reason: str) -> None:
-        """The process ends, or has lost its executor: closes everything. A second call does nothing."""
+        """Closes everything, because the process ends or has lost its executor. A second call does nothing."""
         self._on_signal = "note"
         graceful_shutdown.needs(self._time_to_close())
         self._lifecycle.close_all()
@@ -251,7 +251,7 @@ def _cut(output: BinaryIO) -> socket.socket | None:
 
     Then Spark reads the end of the stream, as if the signal had killed the process, and knows that its own signal has
     worked, as for `spark.sql.execution.pyspark.udf.killOnIdleTimeout` (PythonRunner.scala). An exception would look
-    like one of the user's function.
+    like an exception of the user's function.
     """
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         stream = socket.socket(fileno=os.dup(output.fileno()))

@@ -1,4 +1,4 @@
-"""Figures of an executor's Python processes, by psutil: memory, CPU, threads and open files.
+"""Samples an executor's Python processes with psutil: memory, CPU, threads and open files.
 
 PySpark's daemon samples its workers when its loop wakes, which happens every second anyway. It needs no thread and no
 process for this. The agent samples itself while it waits for its executor. Both send SAMPLES frames to the executor,
@@ -49,18 +49,18 @@ def configured() -> tuple[float, str] | None:
 
 
 class Sampler:
-    """Samples processes of this host. It remembers their CPU times, so it is used for one group of processes."""
+    """Samples one group of processes of this host, and remembers their CPU times."""
 
     def __init__(self, role: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._role, self._clock = role, clock
         self._psutil: Any = None
         self._problem = ""
-        #: By pid: the process, when it was sampled last, and its CPU seconds then.
+        #: By pid: the process, the time of its last sample, and its CPU seconds at that time.
         self._known: dict[int, tuple[Any, float, float]] = {}
 
     @property
     def problem(self) -> str:
-        """Why there are no samples, and what to do; empty if there are."""
+        """Why there are no samples, and what to do. Empty if there are samples."""
         if self._psutil is None and not self._problem:
             try:
                 self._psutil = _import_psutil()
@@ -72,7 +72,7 @@ class Sampler:
         return self._problem
 
     def sample(self, pid: int) -> dict[str, Any] | None:
-        """The figures of a process, as the executor expects them; None if it has ended."""
+        """Samples a process, in the format of the executor. Returns None if the process has ended."""
         psutil = self._psutil
         try:
             process, before, cpu_before = self._known.get(pid) or (psutil.Process(pid), 0.0, 0.0)
@@ -93,7 +93,7 @@ class Sampler:
         return {"pid": pid, "role": self._role, "started": int(started * 1000), "samples": [figures]}
 
     def forget(self, pid: int) -> None:
-        """The process with this pid has ended."""
+        """Forgets the process with this pid, which has ended."""
         self._known.pop(pid, None)
 
     def frame(self, processes: list[dict[str, Any]]) -> bytes:
@@ -138,7 +138,7 @@ class DaemonSampler:
             self._connection = None
 
     def wait_at_most(self, milliseconds: int) -> int:
-        """How long the loop may wait, so that the next sample is in time."""
+        """How long the loop may wait, so that the next sample is taken in time."""
         if self._connection is None:
             return milliseconds
         return min(milliseconds, max(0, int((self._due - self._clock()) * 1000) + 1))
@@ -243,7 +243,7 @@ class _Connection:
 
 
 def install() -> None:
-    """Lets PySpark's daemon sample its workers, if the executor asks for it. In the daemon only, before its loop."""
+    """Makes PySpark's daemon sample its workers, if the executor requests it. Called in the daemon, before its loop."""
     import pyspark.daemon
 
     if (asked := configured()) is not None:

@@ -37,7 +37,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first used: most need pyarrow."""
+    """Imports a name when it is first used, because most of them need pyarrow."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -59,7 +59,7 @@ class _ArrowFiles:
     def _arrow_schema(self) -> pa.Schema:
         """The Arrow schema that Spark expects.
 
-        Spark takes the columns of a batch by position and checks neither names nor types.
+        Spark identifies the columns of a batch by position, and checks neither names nor types.
         """
         from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
@@ -71,8 +71,7 @@ class _ArrowFiles:
                     "that it has"
                 )
             found = pa.schema([found.field(name) for name in self.columns])
-        # A column that has a value in every row of one file may have nulls in another. Spark would not look for nulls
-        # there.
+        # A column without nulls in one file may have nulls in another. Spark would not check for them.
         return to_arrow_schema(from_arrow_schema(found).toNullable(), timezone="UTC")
 
     @property
@@ -86,7 +85,7 @@ class _ArrowFiles:
         with_schema = {
             **vars(self),
             "_arrow_schema": self._arrow_schema,
-        }  # found on the driver, so tasks need not look for it
+        }  # the driver found the schema, so tasks need not read it
         return {key: value for key, value in with_schema.items() if key != "_dataset"}
 
     def _read(self, path: str, row_group: int | None = None) -> Iterator[pa.RecordBatch]:
@@ -130,11 +129,11 @@ class _ArrowFiles:
 
 
 def _resolved(source: str | Sequence[str]) -> tuple[str | list[str], Any]:
-    """The paths and their file system. Tasks get both, because a path alone does not name its file system."""
+    """Returns the paths and their file system. Tasks get both, because a path does not identify its file system."""
     found = [file_system(_uri(os.fspath(path)), None) for path in _as_list(source)]
     if any(filesystem != found[0][0] for filesystem, _ in found):
         raise OperatorMisused(
-            "the files of one enumerator must be on one file system: make an enumerator for each file system"
+            "the files of one enumerator must be on one file system: create one enumerator for each file system"
         )
     paths = [path for _, path in found]
     return (paths[0] if isinstance(source, str | os.PathLike) else paths), found[0][0] if found else None
@@ -154,12 +153,13 @@ class ParquetRowGroups(_ArrowFiles):
     """The row groups of Parquet files as splits. All rows have one schema.
 
     Columns are found by name. A column that a file does not have is null in its rows. If Arrow cannot cast a column
-    safely, or a file has none of the columns, the task fails with `OperatorFailed`, which names the file and the column.
+    safely, or a file has none of the columns, the task fails with `OperatorFailed`, which names the file and the
+    column.
 
     Args:
         source: A path or URI of a file or folder, or several of them on one file system.
         columns: The columns to read, by default all.
-        filesystem: The `pyarrow.fs.FileSystem` of a path that is no URI, by default the local disk.
+        filesystem: The `pyarrow.fs.FileSystem` of a path that is not a URI, by default the local disk.
         largest_first: Reads all footers first, and orders the row groups by size in bytes. The last splits are then
             small, so tasks end at nearly the same time. If False, footers are read when they are needed.
         schema: The Arrow schema of the rows, by default that of the first file.
@@ -235,7 +235,7 @@ class Files(_ArrowFiles):
         source: A path or URI of a file or folder, or several of them on one file system.
         file_format: `parquet`, `orc`, `csv`, `json` or `feather`.
         columns: The columns to read, by default all.
-        filesystem: The `pyarrow.fs.FileSystem` of a path that is no URI, by default the local disk.
+        filesystem: The `pyarrow.fs.FileSystem` of a path that is not a URI, by default the local disk.
         schema: The Arrow schema of the rows, by default that of the first file.
 
     Attributes:

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DataSourcePartitions"]
 
-#: The number of rows in an Arrow batch that is made of tuples or rows.
+#: The number of tuples or rows that are combined into one Arrow batch.
 _ROWS: Final = 10_000
 
 
 class DataSourcePartitions:
-    """The partitions of a Python DataSource's reader, which idle tasks pull. Spark runs one task for each.
+    """The partitions of a Python DataSource's reader. Idle tasks pull them. Spark would run one task for each.
 
     The driver calls `source.reader(schema)` and asks the reader for its partitions. The reader reads in the tasks. It
     may yield tuples, rows or Arrow record batches.
@@ -61,7 +61,7 @@ class DataSourcePartitions:
         """Returns the partitions of the reader.
 
         Returns:
-            Each partition with its number. The number makes two partitions with equal contents two splits.
+            Each partition with its number, which distinguishes partitions with equal contents.
         """
         return list(enumerate(self._reader.partitions()))
 

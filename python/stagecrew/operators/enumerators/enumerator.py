@@ -1,4 +1,4 @@
-"""The contract of an enumerator, and an iterator in the place of one."""
+"""The interface of an enumerator, and an enumerator for an iterator."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Enumerator", "SinglePassEnumerator"]
 class Enumerator(Protocol):
     """A source of splits for `Topology.splits`. The driver reads it lazily, on its coordinator's thread.
 
-    An enumerator may also have `locations(split)`, which returns the host names on which a task reads the split best,
-    as Spark names hosts. Tasks on these hosts are preferred when that delays no other task.
+    An enumerator may also have `locations(split)`, which returns the names of the hosts near the split, as Spark names
+    hosts. Tasks on these hosts are preferred if this does not delay other tasks.
 
-    A coordinator that is reset enumerates again, so each call of `splits()` must yield the same splits from the
+    After a reset, a coordinator enumerates again. So each call of `splits()` must yield the same splits from the
     beginning.
 
     Examples:
@@ -39,13 +39,13 @@ class Enumerator(Protocol):
 
 
 class SinglePassEnumerator:
-    """An iterator of splits. It can be read once, so a coordinator that is reset cannot begin it again."""
+    """An enumerator for an iterator of splits. It can be read only once, so a coordinator cannot be reset."""
 
     def __init__(self, iterator: Iterator[Any], name: str) -> None:
         self._iterator, self._name, self._is_read = iterator, name, False
 
     def splits(self) -> Iterator[Any]:
-        """The iterator, the first time. Raises `OperatorFailed` after that."""
+        """Returns the iterator at the first call. Later calls raise `OperatorFailed`."""
         if self._is_read:
             raise OperatorFailed(
                 f"{self._name} came from an iterator, which cannot be read again, as after a reset: give a list, or an "

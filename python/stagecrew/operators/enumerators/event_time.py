@@ -13,33 +13,34 @@ __all__ = ["EventTimeSplits"]
 
 
 class EventTimeSplits:
-    """An enumerator that merges several sources: `Topology.splits` gives out their splits in the order of event time.
+    """An enumerator that merges several sources. `Topology.splits` assigns their splits in the order of event time.
 
-    A split is given out when every split that is still being read is earlier by at most `drift`. So the rows of a
-    subtask are in the order of event time, except for `drift` and the range of time within one split. With
-    `parallelism=1`, all rows are. Tasks that have ended hold back no other task, and neither does a task that has read
-    one split for `idle_after` seconds. The splits of a task are pairs `(name, split)`.
+    A split waits while any task still reads a split that is earlier by more than `drift`. So the rows of a subtask are
+    out of order by at most `drift` plus the time range of one split. With `parallelism=1`, all rows are in order. A
+    task that has ended, or has read one split for `idle_after` seconds, does not hold back other tasks. The splits of a
+    task are pairs `(name, split)`.
 
-    If a source goes back in time, the topology fails: its `with` raises `CoordinatorFailed`, whose `__cause__` is
-    `OperatorFailed`.
+    If a source goes back in time, the topology fails: its `with` statement raises `CoordinatorFailed`, whose
+    `__cause__` is `OperatorFailed`.
 
     Args:
         sources: Enumerators, or iterables of splits, by name. Each yields its splits in the order of their event times.
         event_time: Returns the event time of a split. The rows of the split are at this time or later.
         drift: How far ahead of the slowest split a split may be. Event times plus `drift` must be comparable with event
             times: both are numbers, or the event times are `datetime` and the drift is a `timedelta`.
-        idle_after: After how many seconds of reading one split a task holds back no other task. None means never.
+        idle_after: A task that has read one split for this many seconds no longer holds back other tasks. None means
+            never.
 
     Raises:
-        OperatorMisused: If `sources` is no mapping or is empty, or `event_time` cannot be called.
+        OperatorMisused: If `sources` is not a mapping or is empty, or `event_time` cannot be called.
 
     Examples:
         >>> merged = EventTimeSplits({"a": [1, 5], "b": [2, 3]}, event_time=lambda split: split, drift=10)
         >>> list(merged.splits())
         [('a', 1), ('b', 2), ('b', 3), ('a', 5)]
 
-    Not promised: without `idle_after`, a task that hangs while it reads holds back all others indefinitely. No timeout
-    ends that; `waits_for` in the topology's report shows it. Give `idle_after`, or give `read` a timeout of its own.
+    Not promised: without `idle_after`, a task that hangs while it reads holds back all other tasks forever, without a
+    timeout. `waits_for` in the topology's report shows this. Set `idle_after`, or use a timeout in `read`.
 
     Source: Flink's watermark alignment (FLIP-182).
     """

@@ -11,9 +11,9 @@ __all__ = ["KeyRanges"]
 
 
 class KeyRanges:
-    """The integers `lower <= key < upper`, as `count` ranges of nearly equal size.
+    """The integers `lower <= key < upper`, split into `count` ranges of nearly equal size.
 
-    A range is a pair: the first key, and the key after the last. It serves to read a table of a database: `select …
+    A range is a pair: the first key, and the key after the last. Use it to read a table of a database: `select …
     where key >= ? and key < ?`.
 
     Args:

@@ -22,7 +22,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first used: each sink needs other packages."""
+    """Imports a name when it is first used, because each sink needs other packages."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

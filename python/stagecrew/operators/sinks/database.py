@@ -1,6 +1,6 @@
-"""A table of a database.
+"""The sink for a table of a database.
 
-Rows are staged in a table beside it; one transaction adds them and records the commit's id.
+Tasks stage rows in another table. One transaction copies them into the table and records the commit's id.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _COMMITS: Final = "stagecrew_commits"
 
 
 class DatabaseSink:
-    """A table that exists, in SQLite or PostgreSQL. Readers see all rows of a commit or none.
+    """An existing table in SQLite or PostgreSQL. Readers see all rows of a commit or none.
 
-    One transaction adds the rows to the table, and the commit's id to the table `stagecrew_commits`. Two commits to one
-    table both succeed. The dataset has the table's columns, in any order.
+    One transaction adds the rows to the table, and the commit's id to the table `stagecrew_commits`. Two concurrent
+    commits to one table both succeed. The dataset must have the table's columns, in any order.
 
     Tasks stage rows in a table `stagecrew_stage_…` of the run, which is deleted after the commit. If the table refuses
     the rows, the sink adds an entry to `stagecrew_commits` whose target ends with ` refused`. After that, no other
     driver can commit these rows.
 
-    If the host of a server vanishes, the sink gives up after 60 seconds, unless the url has `tcp_user_timeout` or
-    `keepalives…`. The sink does not read these settings from a service file.
+    If the host of a server becomes unreachable, the sink gives up after 60 seconds, unless the url has
+    `tcp_user_timeout` or `keepalives…`. The sink does not read these settings from a service file.
 
     Args:
-        url: `sqlite:///relative.db` (relative to the working directory when the sink is made), `sqlite:////absolute.db`
-            (a file that all executors see, on one host), or `postgresql://…` (needs `stagecrew[postgres]`). It is
+        url: `sqlite:///relative.db` (relative to the current working directory), `sqlite:////absolute.db` (a file that
+            all executors can open, on one host), or `postgresql://…` (needs `stagecrew[postgres]`). It is
             pickled to tasks and never logged. Keep passwords in `PGPASSFILE` or a service file rather than in the url.
         table: The name of the table, or `schema.table`.
 
@@ -85,7 +85,8 @@ class DatabaseSink:
             with self._transaction() as database:
                 self._require_columns(database, staging)
                 self._dialect.create_stage(database, self._stage_of(staging), self._table, staging.schema.names)
-                with self._dialect.undone(database):  # a commit without rows: a missing permission is an error now
+                # Try a commit without rows, so that a missing permission is an error now.
+                with self._dialect.undone(database):
                     self._add(database, staging, [{"attempt": 0, "rows": 0}])
         except self._dialect.errors() as error:
             raise CommitFailed(
@@ -98,7 +99,7 @@ class DatabaseSink:
         theirs = {column[0] for column in cursor.description}
         ours = set(staging.schema.names)
         if ours != theirs:
-            different = [f"{name} is not there" for name in sorted(ours - theirs)]
+            different = [f"{name} does not exist there" for name in sorted(ours - theirs)]
             different += [f"{name} is missing" for name in sorted(theirs - ours)]
             raise CommitFailed(
                 f"the dataset does not fit table {self._table}: {'; '.join(different)}. Select and cast its columns "
@@ -142,14 +143,14 @@ class DatabaseSink:
                 if not self._refuse(database, staging):
                     return  # another driver has committed the same rows
             raise CommitConflict(
-                f"table {self._table} does not take the rows: {type(error).__name__}: {error}. Fix the rows or the "
+                f"table {self._table} refuses the rows: {type(error).__name__}: {error}. Fix the rows or the "
                 "table, and commit again"
             ) from error
 
     def _refuse(self, database: Any, staging: Staging) -> bool:
-        """Prevents every driver from committing this run. Returns False if one already has."""
-        # Each driver adds its own entry first, and then checks for the other's, on the primary key. So one of two waits
-        # for the other.
+        """Prevents all drivers from committing this run. Returns False if a driver has already committed it."""
+        # A driver that refuses and a driver that commits each add their own entry first, and then check for the other's
+        # entry by its primary key. So one of them waits for the transaction of the other.
         self._record(database, *self._refusal(staging))
         return self._is_free(database, staging.commit_id, self._table)
 
@@ -157,7 +158,7 @@ class DatabaseSink:
         return staging.run, f"{self._table} refused"  # no table has a space in its name
 
     def _record(self, database: Any, id_: str, target: str) -> bool:
-        """Adds an entry, after any session that is about to add the same. Returns False if it exists."""
+        """Adds an entry. Waits for a session that is adding the same entry. Returns False if the entry exists."""
         mark = self._dialect.placeholder
         added = database.execute(
             f"INSERT INTO {_COMMITS} (id, target) VALUES ({mark}, {mark}) ON CONFLICT DO NOTHING",  # noqa: S608
@@ -168,7 +169,7 @@ class DatabaseSink:
     def _is_free(self, database: Any, id_: str, target: str) -> bool:
         """Whether an entry does not exist.
 
-        Tries to add it, because a transaction need not see the entries of others.
+        Tries to add it, because a transaction may not see the entries of other transactions.
         """
         database.execute("SAVEPOINT looked")
         is_free = self._record(database, id_, target)
@@ -176,12 +177,12 @@ class DatabaseSink:
         return is_free
 
     def _add(self, database: Any, staging: Staging, messages: Sequence[Message]) -> None:
-        # The second of two drivers waits here for the first, and then finds the entry. It has changed nothing before.
+        # If two drivers commit at the same time, the second one waits here for the first, and then finds the entry.
         if not self._record(database, staging.commit_id, self._table):
             return
         if not self._is_free(database, *self._refusal(staging)):
             raise CommitConflict(
-                f"table {self._table} did not take the rows when another driver committed them. Fix the rows or the "
+                f"table {self._table} refused the rows when another driver committed them. Fix the rows or the "
                 "table, and commit again"
             )
         if staging.mark:
@@ -232,7 +233,7 @@ class DatabaseSink:
             ) from error
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
-        """See `Committer.discard`. Kept rows are in the target table already."""
+        """See `Committer.discard`. Kept rows are already in the target table."""
         with self._connected() as database:
             self._dialect.drop_stage(database, self._stage_of(staging), lambda: self._within(database))
 

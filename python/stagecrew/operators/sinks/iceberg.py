@@ -1,4 +1,4 @@
-"""An Iceberg table. Files are staged in the table's folder; one snapshot adds them and has the commit's id."""
+"""The sink for an Iceberg table. Files are staged in the table's folder. One snapshot adds them, with the commit id."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ if TYPE_CHECKING:
 
 __all__ = ["IcebergSink"]
 
-#: The property of a snapshot that has the commit's id.
+#: The snapshot property with the commit's id.
 _PROPERTY: Final = "stagecrew.commit-id"
-#: The property of the same snapshot that holds the mark.
+#: The property of the same snapshot with the mark.
 _MARK: Final = "stagecrew.commit-mark"
-#: The property of a snapshot without files that names a run which will never be committed.
+#: The property of a snapshot without files. It names a run that will never be committed.
 _REFUSED: Final = "stagecrew.refused-run"
 #: The properties that identify a catalogue.
 _WHERE: Final = ("type", "uri", "warehouse", "glue.id", "glue.region", "glue.endpoint", "client.region")
 
 
 class IcebergSink:
-    """An Iceberg table that exists, through pyiceberg (`stagecrew[iceberg]`). Readers see all rows of a commit or none.
+    """An existing Iceberg table, through pyiceberg (`stagecrew[iceberg]`). Readers see all rows of a commit or none.
 
-    One snapshot adds the files of a commit, with the commit's id in its properties. Two commits at the same time both
-    succeed. A commit is known while its snapshot exists, or the table shows files of it. If the table refuses the
-    files, the sink adds a snapshot without files, after which no other driver can add them.
+    One snapshot adds the files of a commit, with the commit's id in its properties. Two concurrent commits both
+    succeed. A repeat recognizes a commit while its snapshot exists, or while the table contains files of it. If the
+    table refuses the files, the sink adds a snapshot without files. After that, no other driver can add them.
 
     Args:
         identifier: The identifier of the table, such as `db.flights`.
-        catalog: The name of its catalogue.
-        properties: How to reach the catalogue, as in `pyiceberg.catalog.load_catalog`. They are not pickled to tasks.
+        catalog: The name of the table's catalogue.
+        properties: The properties of the catalogue, as in `pyiceberg.catalog.load_catalog`. They are not pickled to
+            tasks.
         options: Options of `pyarrow.parquet.ParquetWriter`, such as `compression`.
 
     Examples:
@@ -91,18 +92,15 @@ class IcebergSink:
                 raise error
             if table.spec().fields:
                 raise CommitFailed(
-                    f"table {self._identifier} is partitioned, and files are added to unpartitioned tables only: "
+                    f"table {self._identifier} is partitioned. This sink writes to unpartitioned tables only: "
                     "Spark's own writer for Iceberg partitions rows"
                 )
         location = self._location(staging)
         try:
             filesystem, path = file_system(location, None)
             open_folder(filesystem, path, staging)
-        except (
-            OSError,
-            RuntimeError,
-            pa.ArrowInvalid,
-        ) as error:  # pyarrow raises ArrowInvalid for a path that is no URI, such as one with a space
+        # pyarrow raises ArrowInvalid for a path that is not a URI, such as a path with a space.
+        except (OSError, RuntimeError, pa.ArrowInvalid) as error:
             raise CommitFailed(
                 f"{location} cannot be written: {error}. Check the table's location and its permissions"
             ) from error
@@ -127,32 +125,32 @@ class IcebergSink:
                 return
             except CommitFailedException:
                 if number == _TRIES:
-                    raise  # the table changes all the time: that is no conflict, so the commit stays decided
+                    raise  # the table changes all the time, which is not a conflict: the commit stays decided
 
     def _add(self, table: Table, staging: Staging, files: list[str]) -> None:
         if _snapshot(table, _PROPERTY, staging.commit_id):
             return
         if _snapshot(table, _REFUSED, staging.run):
             raise CommitConflict(
-                f"table {self._identifier} did not take the rows when another driver committed them. Fix the rows or "
+                f"table {self._identifier} refused the rows when another driver committed them. Fix the rows or "
                 "the table, and commit again"
             )
-        # pyiceberg's own retry would not check what another driver has added meanwhile, which may be this commit.
+        # pyiceberg's own retry would not notice if another driver has already added this commit.
         table.metadata.properties["commit.retry.num-retries"] = "0"
         transaction = table.transaction()
         try:
             transaction.add_files(files, snapshot_properties={_PROPERTY: staging.commit_id, _MARK: staging.mark})
         except ValueError as error:
-            if _shown(table, files):
+            if _visible_files(table, files):
                 return  # this commit added them, and its snapshot has expired
-            if not _misfit(table, files):
+            if _do_files_fit(table, files):
                 raise
             _refuse(table, staging)
             raise CommitConflict(
-                f"table {self._identifier} does not take the rows: {error}. Fix the rows or the table, and commit again"
+                f"table {self._identifier} refuses the rows: {error}. Fix the rows or the table, and commit again"
             ) from error
-        # Outside of the handler above: a damaged reply of the catalogue is a ValueError too, and leaves the outcome
-        # unknown.
+        # Outside of the handler above, because an invalid reply of the catalogue is also a ValueError. Then the outcome
+        # is unknown.
         transaction.commit_transaction()
 
     def done(self, commit_id: str) -> bool:
@@ -169,16 +167,16 @@ class IcebergSink:
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer.discard`.
 
-        Files that the table shows always stay, even if the snapshot has expired and the commit is unknown.
+        Files that readers of the table see always stay, even if the snapshot has expired.
         """
         location = self._location(staging)
         filesystem, path = file_system(location, None)
-        stay: Sequence[str] = [file_of(staging.commit_id, message) for message in kept]
-        if not stay and (names := [posixpath.basename(file) for file in list_files(filesystem, path)]):
+        kept_names: Sequence[str] = [file_of(staging.commit_id, message) for message in kept]
+        if not kept_names and (names := [posixpath.basename(file) for file in list_files(filesystem, path)]):
             with self._table() as table:
-                shown = _shown(table, [f"{location}/{name}" for name in names])
-            stay = [posixpath.basename(file) for file in shown]
-        keep_only(filesystem, path, stay)
+                visible = _visible_files(table, [f"{location}/{name}" for name in names])
+            kept_names = [posixpath.basename(file) for file in visible]
+        keep_only(filesystem, path, kept_names)
 
     def _location(self, staging: Staging) -> str:
         if self._folder is None:
@@ -204,7 +202,7 @@ class IcebergSink:
             yield table
 
 
-#: How often a commit is tried while other commits to the table succeed.
+#: How many times a commit is tried while other commits to the table succeed.
 _TRIES: Final = 20
 
 
@@ -215,23 +213,23 @@ def _snapshot(table: Table, name: str, value: str) -> dict[str, str] | None:
     return next((properties for properties in known if properties.get(name) == value), None)
 
 
-def _shown(table: Table, files: Sequence[str]) -> set[str]:
-    """The files of these that readers of the table see."""
+def _visible_files(table: Table, files: Sequence[str]) -> set[str]:
+    """The files among the given ones that readers of the table see."""
     if (snapshot := table.current_snapshot()) is None:
         return set()
     entries = (entry for manifest in snapshot.manifests(table.io) for entry in manifest.fetch_manifest_entry(table.io))
     return set(files).intersection(entry.data_file.file_path for entry in entries)
 
 
-def _misfit(table: Table, files: Sequence[str]) -> bool:
-    """Whether a file does not fit the current table. Reads only the files."""
+def _do_files_fit(table: Table, files: Sequence[str]) -> bool:
+    """Whether all files fit the current schema of the table. Reads only the files."""
     from pyiceberg.io.pyarrow import parquet_files_to_data_files
 
     try:
         list(parquet_files_to_data_files(table.io, table.metadata, iter(files)))
     except ValueError as error:
-        return type(error) is ValueError  # a subclass says that a file could not be read
-    return False
+        return type(error) is not ValueError  # a subclass means that a file could not be read
+    return True
 
 
 def _refuse(table: Table, staging: Staging) -> None:

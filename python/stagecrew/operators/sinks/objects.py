@@ -1,4 +1,4 @@
-"""Parquet objects and manifests, for stores that cannot rename."""
+"""The sink for Parquet objects and manifests, for stores that cannot rename."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _FILE: Final = re.compile(r"data(/(?!\.{1,2}(/|$))[A-Za-z0-9._-]+)+")
 class ObjectSink:
     """Parquet objects with a manifest for each commit. `read_committed` reads all of a commit or nothing.
 
-    It serves object stores, which cannot rename. One write creates the manifest. A `path` holds many commits: objects
-    are below `data/<commit id>/<run>/`, manifests below `_stagecrew/`.
+    Use it for object stores, which cannot rename. A single write creates the manifest, which makes the commit visible.
+    A `path` contains many commits: objects are in `data/<commit id>/<run>/`, manifests in `_stagecrew/`.
 
     Args:
         path: A URI for `pyarrow.fs`, or a path on `filesystem`. Each process uses its own credentials for `pyarrow.fs`;
@@ -89,7 +89,7 @@ class ObjectSink:
         return write_part(self._filesystem, folder, partition, attempt, batches, staging.schema, self._options)
 
     def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
-        """See `Committer.commit`. Every driver that rolls this commit forward writes the same manifest."""
+        """See `Committer.commit`. Every driver that finishes this commit writes the same manifest."""
         if self.done(staging.commit_id):
             return
         folder = self._folder(staging)
@@ -128,9 +128,9 @@ class ObjectSink:
 
 
 def read_committed(path: Any, filesystem: pyarrow.fs.FileSystem | None = None) -> pyarrow.dataset.Dataset:
-    """Reads the commits of an `ObjectSink` as an Arrow dataset: all of each commit, or nothing of it.
+    """Reads the commits of an `ObjectSink` as an Arrow dataset. It contains all of a commit or nothing of it.
 
-    A commit that ends while this call runs is in the dataset completely or not at all.
+    This also holds for a commit that becomes visible while this call runs.
 
     Args:
         path: The path of the sink.
@@ -158,9 +158,7 @@ def read_committed(path: Any, filesystem: pyarrow.fs.FileSystem | None = None) -
     found, inner = file_system(path, filesystem)
     manifests = list(_manifests(found, inner))
     if not manifests:
-        raise FileNotFoundError(
-            f"{inner}: nothing is committed there. Check the path, or commit with an ObjectSink first"
-        )
+        raise FileNotFoundError(f"no commit was found in {inner}. Check the path, or commit with an ObjectSink first")
     schema = schema_of(manifests[0]["schema"])
     files = [f"{inner}/{file}" for manifest in manifests for file in manifest["files"]]
     return pyarrow.dataset.dataset(files, schema=schema, filesystem=found, format="parquet")
@@ -178,5 +176,7 @@ def _manifests(filesystem: pyarrow.fs.FileSystem, path: str) -> Iterator[dict[st
             manifest = fields_of(stream.read(), file)
         for name in manifest["files"]:
             if not isinstance(name, str) or not _FILE.fullmatch(name):
-                raise CommitFailed(f"{file} names {name!r}, which is no object of a commit. Put a copy in its place")
+                raise CommitFailed(
+                    f"{file} names {name!r}, which is not an object of a commit. Restore {file} from a backup"
+                )
         yield manifest

@@ -1,4 +1,4 @@
-"""Parquet files in a folder that one rename makes visible."""
+"""The sink for Parquet files. One rename makes the folder of a commit visible."""
 
 from __future__ import annotations
 
@@ -53,15 +53,16 @@ _EMPTY: Final = "part-empty.parquet"
 class ParquetSink:
     """Parquet files on a local disk or HDFS. Readers see all files of a commit or none.
 
-    The file system must rename folders atomically. The folder of a commit appears by one rename, with the commit's id
-    in it. On a local disk, committed files are durable.
+    The file system must rename folders atomically. One rename makes the folder of a commit visible. The
+    folder contains the commit's id. On a local disk, committed files are durable.
 
-    * `mode="create"`: `path` is that folder. It must not exist, or be an empty folder that is no mount point and no
-      symbolic link. Otherwise the commit raises `CommitConflict`.
+    * `mode="create"`: `path` is that folder. It must not exist, unless it is an empty folder that is neither a mount
+      point nor a symbolic link. Otherwise the commit raises `CommitConflict`.
     * `mode="append"`: `path` is a table of many commits. Each has its own folder `stagecrew_commit=<id>`, which Spark
       and Arrow read as a partition column.
 
-    Tasks stage beside the folder, in a folder `_stagecrew-…`. Readers skip it, and it is deleted after the commit.
+    Tasks stage their rows in a folder `_stagecrew-…` with the same parent. Readers skip it, and it is deleted after the
+    commit.
 
     Args:
         path: A path, or a URI for `pyarrow.fs`.
@@ -123,7 +124,7 @@ class ParquetSink:
             open_folder(self._filesystem, folder, staging)
 
     def _schema(self) -> pa.Schema | None:
-        """The schema of the rows that are committed to a table, if any are."""
+        """The schema of the rows that are committed to a table, or None if there are no rows."""
         for file in list_files(self._filesystem, self._path, hidden=False):
             if file.endswith(".parquet"):
                 return pq.read_schema(file, filesystem=self._filesystem)
@@ -141,7 +142,7 @@ class ParquetSink:
         if self.done(staging.commit_id):
             self._sync_parent(staging)
             return
-        # Before any file is moved: an earlier try may already have renamed the folder.
+        # Check before any file is moved, because an earlier try may already have renamed the folder.
         if self._mode == "create" and not self._is_free():
             raise self._conflict()
         names = [file_of(staging.commit_id, message) for message in messages]
@@ -152,7 +153,7 @@ class ParquetSink:
         if not names:
             write_empty(self._filesystem, f"{folder}/{_EMPTY}", staging.schema)
         write_whole(self._filesystem, f"{folder}/{_MARK}", text_of_mark(staging, mark=staging.mark))
-        self._appear(folder, {_MARK, *(names or [_EMPTY])}, staging)
+        self._make_visible(folder, {_MARK, *(names or [_EMPTY])}, staging)
 
     def _move_in(self, source: str, destination: str, staging: Staging) -> None:
         """Moves a staged file into the folder that is renamed later.
@@ -165,7 +166,7 @@ class ParquetSink:
             if not exists(self._filesystem, destination) and not self.done(staging.commit_id):
                 raise
 
-    def _appear(self, folder: str, names: set[str], staging: Staging) -> None:
+    def _make_visible(self, folder: str, names: set[str], staging: Staging) -> None:
         target = self._target(staging.commit_id)
         try:
             self._make_exact(folder, names)
@@ -179,13 +180,13 @@ class ParquetSink:
                 raise self._conflict() from error
             raise
         self._sync_parent(staging)
-        if not self.done(staging.commit_id):  # it was moved into a folder that another process created meanwhile
+        if not self.done(staging.commit_id):  # the rename moved it into a folder that another process has just created
             raise self._conflict()
 
     def _make_exact(self, folder: str, names: set[str]) -> None:
         """Deletes files that are not part of the commit.
 
-        Another driver may have been interrupted while it wrote, or have discarded files.
+        Another driver may have been interrupted while it wrote, or may have discarded files.
         """
         found = {posixpath.basename(file) for file in list_files(self._filesystem, folder)}
         for name in found - names:
@@ -226,25 +227,25 @@ class ParquetSink:
             )
 
     def _remove_at_once(self, folder: str) -> None:
-        """Renames the folder before it deletes it.
+        """Renames the folder, and then deletes it.
 
-        Another driver that is about to rename it finds all of it, or nothing.
+        So another driver that is about to rename the folder finds the complete folder, or none.
         """
-        gone = f"{folder}-gone"
-        remove_folder(self._filesystem, gone)
+        renamed = f"{folder}-gone"
+        remove_folder(self._filesystem, renamed)
         try:
-            move(self._filesystem, folder, gone)
+            move(self._filesystem, folder, renamed)
         except OSError:
             if exists(self._filesystem, folder):
                 raise
             return
-        remove_folder(self._filesystem, gone)
+        remove_folder(self._filesystem, renamed)
 
     def _target(self, commit_id: str) -> str:
         return self._path if self._mode == "create" else f"{self._path}/stagecrew_commit={quoted(commit_id)}"
 
     def _staged(self, staging: Staging) -> str:
-        # Without the target's name, which has a "=" in append mode: Spark reads such folders in spite of an underscore.
+        # Without the target's name, which has a "=" in append mode: Spark reads such folders despite the underscore.
         return posixpath.join(posixpath.dirname(self._target(staging.commit_id)), f"_stagecrew-{staging.run}")
 
     def _assembled(self, staging: Staging) -> str:
@@ -266,16 +267,17 @@ class ParquetSink:
     def _conflict(self) -> CommitConflict:
         if is_local(self._filesystem) and (kind := _fixed(self._path)):
             return CommitConflict(
-                f"{self._path} is {kind}, which no folder can be renamed onto: mode 'create' makes the folder itself. "
+                f"{self._path} is {kind}, which a rename cannot replace, and mode 'create' must create the folder. "
                 "Write to a folder that does not exist yet, such as one in it, or use mode 'append'"
             )
         return CommitConflict(
-            f"{self._path} is there already: mode 'create' makes it. Write elsewhere, remove it, or use mode 'append'"
+            f"{self._path} already exists, and mode 'create' must create it. Write elsewhere, remove it, or use mode "
+            "'append'"
         )
 
 
 def _fixed(path: str) -> str:
-    """The kind of a local path that a rename cannot replace, a mount point or a symbolic link; empty for any other."""
+    """Returns "a mount point" or "a symbolic link" if a rename cannot replace this path, else an empty string."""
     if os.path.islink(path):  # noqa: PTH114
         return "a symbolic link"
     real = os.path.realpath(path)

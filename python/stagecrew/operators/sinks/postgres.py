@@ -14,7 +14,7 @@ from stagecrew.operators.sinks.dialect import ATTEMPT, BUSY, Transaction, quoted
 
 __all__ = ["Postgres"]
 
-#: After how many seconds without any packet from the server's host a connection is given up.
+#: A connection is given up after this many seconds without a packet from the server's host.
 _SILENCE: Final = 60
 #: How many seconds to wait for a task that still stages rows after its commit has ended.
 _PATIENCE: Final = 5

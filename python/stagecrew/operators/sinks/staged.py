@@ -1,4 +1,4 @@
-"""The staging folder of a run, and the Parquet files that tasks write there: shared by all sinks of Parquet files."""
+"""The staging folder of a run, and the Parquet files that tasks write there. All sinks that write Parquet use it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ __all__ = [
 ]
 
 
-#: The file in a run's folder that exists until the run ends. It has the commit's id and the schema. The driver that
-#: ends the run deletes this file first and the staged files after it. A task checks for it after it has written. So a
-#: file that is written meanwhile is deleted by the driver or by the task.
+#: The file in a run's folder that exists until the run ends. It contains the commit's id and the schema. The driver
+#: that ends the run first deletes this file, and then the staged files. A task writes its file, and then checks that
+#: this file exists. So either the driver or the task deletes a file that is written while the run ends.
 _OPEN: Final = "_open"
-#: The format of the small files of sinks: open files, marks and manifests. A file without a number has the same fields.
+#: The format of the small files of sinks: open files, marks and manifests. A file without a format number has the same
+#: fields.
 _FORMAT: Final = 1
 
 
@@ -53,16 +54,16 @@ def text_of_mark(staging: Staging, **fields: Any) -> bytes:
 
 
 def fields_of(data: bytes, path: str) -> dict[str, Any]:
-    """The inverse of `text_of_mark`.
+    """Reads the content that `text_of_mark` returned.
 
-    Raises `CommitFailed` for a later format, or a file that stagecrew did not write.
+    Raises `CommitFailed` if the file has a later format or is not a file of stagecrew.
     """
     try:
         fields = json.loads(data)
         format_ = fields.get("format", _FORMAT)
     except (ValueError, AttributeError) as error:
         raise CommitFailed(
-            f"{path} is not as stagecrew writes it ({type(error).__name__}). Put a copy in its place"
+            f"{path} is not a valid file of stagecrew ({type(error).__name__}). Restore it from a backup"
         ) from error
     if format_ != _FORMAT:
         raise CommitFailed(
@@ -70,7 +71,7 @@ def fields_of(data: bytes, path: str) -> dict[str, Any]:
             "the version that wrote it"
         )
     if not isinstance(fields.get("commit"), str):
-        raise CommitFailed(f"{path} is not as stagecrew writes it: it names no commit. Put a copy in its place")
+        raise CommitFailed(f"{path} is not a valid file of stagecrew: it names no commit. Restore it from a backup")
     return dict(fields)
 
 
@@ -84,10 +85,9 @@ def open_first(
 ) -> None:
     """Creates the folder of a run in a table whose first commit sets the schema.
 
-    Raises `CommitFailed` for another schema.
-    `below` is the folder of all runs. `committed` returns the schema of the committed rows. A run writes its own schema
-    before it reads those of others. So if two runs begin at the same time in an empty table, at least one sees the
-    other.
+    Raises `CommitFailed` if the run has another schema than the table. `below` is the folder of all runs. `committed`
+    returns the schema of the committed rows. A run writes its own schema before it reads those of other runs. So if two
+    runs begin at the same time in an empty table, at least one of them notices the other.
     """
     schema = committed()
     if schema is not None:
@@ -95,17 +95,17 @@ def open_first(
     open_folder(filesystem, folder, staging)
     if schema is not None:
         return
-    # Read the open runs first and the committed rows after them: a run that ends meanwhile is found there.
+    # Read the open runs before the committed rows, so that a run that commits in between is found among the rows.
     for file in list_files(filesystem, below):
         if posixpath.basename(file) != _OPEN or (data := read_whole(filesystem, file)) is None:
             continue
         try:
             json.loads(data)
         except ValueError:
-            continue  # it is being written, and its run will read ours after that
+            continue  # its run is still writing it, and will then read ours
         mark = fields_of(data, file)
         if mark["commit"] != staging.commit_id:
-            other = f"commit {mark['commit']!r}, which is about to make {path}"
+            other = f"commit {mark['commit']!r}, which is about to create {path}"
             if (error := differing(staging.schema, schema_of(mark["schema"]), other)) is not None:
                 raise CommitFailed(
                     f"{error}. If its driver has ended and it is not repeated, delete {posixpath.dirname(file)}"
@@ -125,15 +125,15 @@ def schema_text(schema: pa.Schema) -> str:
 
 
 def schema_of(text: str) -> pa.Schema:
-    """The inverse of `schema_text`."""
+    """Reads the text that `schema_text` returned."""
     return pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(text)))
 
 
 def keep_only(filesystem: pyarrow.fs.FileSystem, folder: str, kept: Sequence[str]) -> None:
-    """Ends a run: deletes its folder, or all staged files except the kept ones, given by name."""
+    """Ends a run. Deletes its folder, or, if names are kept, all staged files except those."""
     remove_file(filesystem, f"{folder}/{_OPEN}")
     if not kept:
-        remove_folder(filesystem, folder)  # not its parent, which may have the folder of another run
+        remove_folder(filesystem, folder)  # not its parent, which may contain the folder of another run
         return
     names = set(kept)
     # Compare names, not paths, which the file system may list in another form. A run's folder has no subfolders.
@@ -151,10 +151,10 @@ def write_part(
     schema: pa.Schema,
     options: dict[str, Any],
 ) -> Message | None:
-    """Writes a task's rows as one Parquet file, durable on a local disk. Returns None if there are no rows.
+    """Writes a task's rows as one Parquet file. Returns None if there are no rows.
 
-    After an error, nothing is left. That is also true if the run has ended and its folder was deleted, even if this
-    write has created the folder again.
+    On a local disk the file is durable. After an error no file is left, even if the run had ended and this write has
+    created its deleted folder again.
     """
     name = f"part-{partition:05d}-{attempt}.parquet"
     path = f"{folder}/{name}"
@@ -186,7 +186,7 @@ def write_part(
 
 
 def _undo_write(filesystem: pyarrow.fs.FileSystem, folder: str, path: str) -> bool:
-    """Deletes a file that will not be committed. Returns whether its run has ended, or False if it cannot tell."""
+    """Deletes a file that will not be committed. Returns whether its run has ended, or False if this is unknown."""
     try:
         remove_file(filesystem, path)
         if exists(filesystem, f"{folder}/{_OPEN}"):
@@ -207,21 +207,22 @@ def write_empty(filesystem: pyarrow.fs.FileSystem, path: str, schema: pa.Schema)
 
 
 def differing(schema: pa.Schema, table: pa.Schema, what: str, required: bool = False) -> CommitFailed | None:
-    """The error that describes how a schema does not fit that of `what`, or None if it fits, in any order of columns.
+    """Returns an error that describes why a schema does not fit that of `what`, or None if it fits.
 
-    If `required`, a column that is never null in the table must not be nullable in the schema.
+    The order of columns does not matter. If `required`, a column that the table requires must not be nullable in the
+    schema.
     """
     ours, theirs = ({field.name: _plain(field.type) for field in one} for one in (schema, table))
     problems: Sequence[str] = [
-        *(f"{name} is not there" for name in ours if name not in theirs),
+        *(f"{name} does not exist there" for name in ours if name not in theirs),
         *(f"{name} is missing" for name in theirs if name not in ours),
         *(
-            f"{name} is {ours[name]}, there {theirs[name]}"
+            f"{name} is {ours[name]}, expected {theirs[name]}"
             for name in ours
             if name in theirs and ours[name] != theirs[name]
         ),
         *(
-            f"{name} may be null, there never (coalesce makes a column that is never null)"
+            f"{name} may be null, but the table requires a value (coalesce makes a column that is never null)"
             for name in ours
             if required and name in theirs and schema.field(name).nullable and not table.field(name).nullable
         ),

@@ -45,7 +45,7 @@ def leader(context: click.Context, store: str, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def sweep(context: click.Context, store: str, state: str, grace: float, as_json: bool) -> None:
-    """Delete states that nothing refers to, which processes left that died while they wrote.
+    """Delete states that nothing refers to. Processes that died while they wrote have left them.
 
     It is safe while drivers and submitters run. The exit code is 1 if something could not be checked or deleted.
     """

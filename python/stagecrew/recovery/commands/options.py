@@ -30,7 +30,7 @@ def say(text: str) -> None:
 
 
 class _Address(click.types.StringParamType):
-    """An address. The error for a missing one shows an example."""
+    """An address. If it is missing, the error shows an example."""
 
     def __init__(self, example: str) -> None:
         self._example = example

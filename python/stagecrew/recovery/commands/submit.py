@@ -62,9 +62,9 @@ def submit(
 ) -> None:
     """Store a job for the leading driver, and print its id.
 
-    When the id is printed, the job is durable, with the bytes of all its files, and does not need this machine any
-    more. The return value of a function is the job's result. Options of this command must precede a script; everything
-    after the script is its command line.
+    When the id is printed, the job and its files are stored durably, and this machine is no longer needed. The return
+    value of a function is the job's result. Options of this command must precede a script; everything after the script
+    is its command line.
     """
     from stagecrew.recovery.jobs.spec import JobSpec
 

@@ -1,1 +1,1 @@
-"""The driver: campaigns for leadership, and while it leads runs every open job in a process of its own."""
+"""The driver: campaigns for leadership, and while it leads, runs every open job in a separate process."""

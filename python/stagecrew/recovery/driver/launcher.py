@@ -49,7 +49,7 @@ class Launcher:
     def prepare(self, spec: JobSpec, job: str) -> Path:
         """Writes the files of a job into a new folder for `start`. Raises `JobError`.
 
-        No other run of the job may be alive: this deletes the folders that killed runs have left.
+        No other run of the job may be alive, because this deletes the folders that killed runs have left.
         """
         try:
             logs = self._work / quoted(job)

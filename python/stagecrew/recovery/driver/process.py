@@ -1,4 +1,4 @@
-"""The process of a run, with everything that it has started."""
+"""The process of a run, with all processes that it has started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TERMINATE_TIMEOUT: Final = 10.0
 
 
 class RunProcess:
-    """A process that was started for a run. It leads a process group, which contains everything that it has started."""
+    """A process that was started for a run. It leads a process group, which contains all processes that it started."""
 
     def __init__(self, run: Run, popen: subprocess.Popen[bytes], folder: Path, finishing: bool) -> None:
         self.run, self.finishing = run, finishing

@@ -1,4 +1,4 @@
-"""The process group of a run: the process that the driver started, and the processes that it started in turn."""
+"""The process group of a run: the process that the driver started, and all processes that this process started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ProcessGroup:
     """
 
     def __init__(self, pid: int) -> None:
-        """The process with this id leads its group. It must not have been waited for yet."""
+        """Creates the group that the process with this id leads. Call this before `wait` is called for the process."""
         self._pid = pid
         self._leader = psutil.Process(pid)
 

@@ -27,10 +27,10 @@ _log = logging.getLogger("stagecrew")
 
 #: The first and the longest pause of a job after a lost run, in seconds. The pause doubles after each loss.
 _PAUSES: Final = (1.0, 60.0)
-#: How long a process may live after its job has ended. Also after how long the log names the process that a job waits
-#: for. In seconds.
+#: How long a process may live after its job has ended, in seconds. A job that waits for a process logs this after the
+#: same time.
 _LINGER: Final = 30.0
-#: How many ended jobs one pass examines for their age at most.
+#: The maximum number of ended jobs whose age one pass checks.
 _PRUNED_PER_PASS: Final = 5
 #: How long after a complete prune the next one starts, in seconds.
 _PRUNE_PERIOD: Final = 300.0
@@ -72,11 +72,11 @@ class JobReconciler:
         self._prune: Iterator[PruneResult] | None = None
         self._next_prune = -math.inf
         self.processes: dict[str, RunProcess] = {}
-        # Everything below describes open jobs only. It is forgotten when a job is not open any more, because another
-        # job may get its id.
+        # The state below describes only open jobs. It is dropped when a job is no longer open, because another job may
+        # get its id.
         #: Jobs with a lost run or an error: the last pause, and when the job is tried again.
         self._retries: dict[str, tuple[float, float]] = {}
-        #: Jobs that were ended while their run lives. The end of that run is not a loss.
+        #: Jobs that were ended while their run was alive. The end of such a run is not a loss.
         self._ended_by_us: set[str] = set()
         #: The last error that was logged for a job.
         self._logged_errors: dict[str, str] = {}
@@ -86,7 +86,7 @@ class JobReconciler:
         self._waiting: dict[str, tuple[float, bool]] = {}
 
     def reconcile(self) -> None:
-        """Makes one pass over all open jobs. Raises `LeadershipLost` and `SessionLost` only."""
+        """Makes one pass over all open jobs. Raises only `LeadershipLost` and `SessionLost`."""
         names = self._jobs.open_names()
         self._forget_all_but(names)
         for job in names:

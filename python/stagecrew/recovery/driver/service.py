@@ -29,7 +29,7 @@ _PASS_PERIOD: Final = 0.2
 class Driver:
     """Campaigns until it is closed, and reconciles all jobs while it leads.
 
-    `keep` is after how many seconds an ended job is removed. If it is None, all are kept.
+    An ended job is removed after `keep` seconds, or never if `keep` is None.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Driver:
         self._candidate = Candidate(open_store, self._on_grant, self._on_revoke)
 
     def close(self) -> bool:
-        """Hands over: ends its processes, whose jobs continue elsewhere, and then its leadership. Repeatable.
+        """Ends the processes of this driver, and then its leadership. The next leader continues their jobs. Repeatable.
 
-        Returns whether everything has ended, see `Candidate.close`.
+        Returns whether everything has ended. See `Candidate.close`.
         """
         return self._candidate.close()
 

@@ -1,4 +1,4 @@
-"""The commit log of a job in the coordination store: written under the job's claim, and finished by a later run."""
+"""The commit log of a job in the coordination store. A run writes it under its claim, and a later run can finish it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stagecrew.errors import (
     SessionLost,
     StoreConflict,
 )
-from stagecrew.operators.commit_log import OVER
+from stagecrew.operators.commit_log import ENDED_STATES
 from stagecrew.operators.commit_records import checked
 from stagecrew.operators.commits import abandon, resume
 from stagecrew.recovery.retry import retry_rounds, retry_until
@@ -75,7 +75,7 @@ class StoredCommitLog:
             # No try was applied: if one may have been, the error would be a PossiblyInconsistentError.
             known = self.read(key) if isinstance(error, HandleExists | StoreConflict) else None
             if known == (version + 1, record):
-                return version + 1  # our own write, whose outcome was unknown
+                return version + 1  # this driver's earlier write, whose outcome was unknown
             raise CommitSuperseded(
                 f"another driver has taken over commit {key!r}: that driver continues it, and this one changes "
                 f"nothing ({error})"
@@ -88,8 +88,8 @@ class StoredCommitLog:
 
 
 def is_done(handles: StateHandleStore, name: str) -> bool:
-    """Returns whether a commit needs no more work. Raises `RecordUnreadable`."""
-    return _decode(name, handles.get(name).data)[0]["state"] in OVER
+    """Returns whether a commit has ended. Raises `RecordUnreadable`."""
+    return _decode(name, handles.get(name).data)[0]["state"] in ENDED_STATES
 
 
 def require_readable(name: str, data: bytes) -> None:

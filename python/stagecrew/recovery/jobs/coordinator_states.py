@@ -1,4 +1,4 @@
-"""The states of coordinators at a step: taken when the step ends, and restored when a later run skips it."""
+"""The states of coordinators at a step. They are taken when the step ends, and restored when a later run skips it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CoordinatorStates:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: The steps that run now, each with the operators that were open when it started.
+        #: The steps that are running, each with the operators that were open when it started.
         self._running: dict[str, list[Operators]] = {}
 
     def start(self, place: Place) -> None:
@@ -99,7 +99,7 @@ def path_key(place: Place) -> str:
 
 
 def current_path() -> Place | None:
-    """Returns this thread's place in the program; None outside of steps and topologies, if no session runs yet."""
+    """Returns this thread's place in the program. None outside of steps and topologies if no session runs yet."""
     topologies = _topologies()
     return current_place() if topologies is None else topologies.place
 

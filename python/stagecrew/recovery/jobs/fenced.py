@@ -1,4 +1,4 @@
-"""The jobs of a store, for the leader and the processes of runs, whose writes are fenced."""
+"""Access to the jobs of a store for the leader and for the processes of runs. All writes are fenced."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["FencedJobs", "claim_fence"]
 
 
 def claim_fence(job: str, claim: int) -> Check:
-    """Returns the check that every transaction of a run's process contains."""
+    """Returns the check that fences the transactions of a run's process."""
     return Check(f"{job_key(job)}/claim", claim)
 
 
 class FencedJobs(Jobs):
-    """The jobs of a `FencedStore`. It adds the writes that only the leader or the process of a run may do."""
+    """The jobs of a `FencedStore`, with the writes that only the leader or the process of a run may do."""
 
     # -- The leader
 
     def open_names(self) -> list[str]:
-        """Returns the ids of the jobs that are not clean, in one read, however many jobs have ended."""
+        """Returns the ids of the jobs that are not cleaned up. Needs one read, even if many jobs have ended."""
         return [decode_segment(part) for part in self._store.children("open")]
 
     def claim_version(self, job: str) -> int:
@@ -36,7 +36,7 @@ class FencedJobs(Jobs):
         entry = self._store.read(f"{job_key(job)}/claim")
         if entry is None:
             raise RecordUnreadable(
-                f"job {job!r} has no claim in the store, because it was changed by hand: restore the store from a "
+                f"job {job!r} has no claim in the store, because the store was changed by hand: restore it from a "
                 "backup"
             )
         return entry.version
@@ -58,13 +58,13 @@ class FencedJobs(Jobs):
                 except (StateStorageError, StoreUnsupported, RecordUnreadable) as error:
                     raise RecordUnreadable(
                         f"{name!r} of the {kind} of job {job!r} cannot be read: {error}. Nothing of the job was "
-                        f"deleted; it continues when its {kind} are readable"
+                        f"deleted. The job continues when its {kind} are readable again"
                     ) from error
 
     def start_run(self, job: str, known: tuple[JobRecord, int], claim: int) -> Run:
-        """Starts one more run and fences every earlier one.
+        """Starts another run, and fences all earlier ones.
 
-        Raises `StoreConflict` if a process has claimed in the meantime.
+        Raises `StoreConflict` if the claim has changed since it had version `claim`.
         """
         record, version = known
         started = record.started()
@@ -76,7 +76,7 @@ class FencedJobs(Jobs):
         return Run(job, started.run, new_claim)
 
     def start_ending(self, job: str, known: tuple[JobRecord, int], outcome: JobState, reason: str) -> None:
-        """Ends a job: from now on its runs write nothing, except one that finishes the decided commits."""
+        """Records that a job is ending, and fences its runs. Only the run of `start_finishing` can still write."""
         record, version = known
         claim = self.claim_version(job)
         self._store.transact(
@@ -85,11 +85,14 @@ class FencedJobs(Jobs):
         )
 
     def start_finishing(self, job: str, number: int) -> Run:
-        """Returns the run of an ending job that finishes the decided commits. It has the number of the last run."""
+        """Returns a run that finishes the decided commits of an ending job. It has the number of the last run."""
         return Run(job, number, self.renew_claim(job, self.claim_version(job)))
 
     def clean_up(self, job: str) -> None:
-        """Deletes everything of a terminal job except its record and its result. Repeatable; raises what failed."""
+        """Deletes everything of a terminal job except its record and its result.
+
+        If this raises an error, the leader can call it again.
+        """
         record, version = self.read(job)
         if record.clean:
             return
@@ -99,7 +102,7 @@ class FencedJobs(Jobs):
         self._specs.remove(job)
         ended = ended_key(job, record.ended or 0.0)
         self._store.ensure(ended.rpartition("/")[0])
-        # If a prune has just deleted the empty hour, this is a conflict, and the leader cleans up again.
+        # This raises `StoreConflict` if a prune has just deleted the empty parent entry. Then the leader tries again.
         self._store.transact(Replace(job_key(job), cleaned.to_bytes(), version), Delete(open_key(job)), Create(ended))
 
     # -- The process of a run
@@ -109,7 +112,7 @@ class FencedJobs(Jobs):
 
         Returns the version of the claim, which fences all later writes of the process.
 
-        Raises `StoreConflict` if another process has claimed it or another run was started.
+        Raises `StoreConflict` if another process has claimed the run, or another run was started.
         """
         value = unique_value(dict(owner) | {"run": run.number})
         key = job_key(run.job)
@@ -120,7 +123,7 @@ class FencedJobs(Jobs):
         return version
 
     def renew_claim(self, job: str, claim: int, retry_timeout: float = 0.0) -> int:
-        """Renews the claim of a run, which fences everything that uses the previous claim. Returns the new version.
+        """Renews the claim of a run, which fences all users of the previous claim. Returns the new version.
 
         Retries for `retry_timeout` seconds while the store is unavailable or full.
         """

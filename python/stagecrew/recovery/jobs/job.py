@@ -1,4 +1,4 @@
-"""The job as its own code sees it: which job this is, which run, and which steps earlier runs have finished."""
+"""The job as its own code sees it: the job, its current run, and the steps that earlier runs have finished."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def current_job() -> Job:
 class Job:
     """A job that survives its driver. Get it with `current_job`. Any thread of the job can use it.
 
-    A finished step is not executed again by a later run. Code outside of steps is executed in every run.
+    A later run does not execute a finished step again. Every run executes the code outside of steps.
 
     Attributes:
         id: The id of the job.
@@ -117,8 +117,8 @@ class Job:
         another step includes the outer one's name. Steps may run at the same time in several threads, each in its own
         topology.
 
-        Not promised: that `f` runs once. If a run dies in `f`, its side effects stay, and the next run calls `f` again.
-        So data that is written without `topology.commit` may be written twice.
+        Not promised: `f` may run more than once. If a run dies in `f`, its side effects stay, and the next run calls
+        `f` again. So data that is written without `topology.commit` may be written twice.
 
         Args:
             name: The name of the step, unique at its place. It must not contain a slash.

@@ -2,7 +2,7 @@
 
 For each job: `jobs/<id>` is the record, which stays until the job is pruned. Below it are `claim` (its version fences
 the runs of the job), `process` (ephemeral: a process runs the job), `cancel` (a cancellation was requested), `steps`
-and `commits`. The handles `specs/<id>` and `results/<id>` refer to what the job runs and how it ended.
+and `commits`. The handles `specs/<id>` and `results/<id>` refer to the job's specification and its result.
 
 Two indexes keep processes from reading all jobs that ever ran:
 
@@ -54,5 +54,5 @@ def hour_of(seconds: float) -> str:
 
 
 def unique_value(fields: Mapping[str, Any]) -> bytes:
-    """Encodes these fields as a value that differs from every other value."""
+    """Encodes these fields as a value that differs from all other values."""
     return json.dumps({**fields, "write": uuid.uuid4().hex}).encode()

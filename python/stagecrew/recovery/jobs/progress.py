@@ -1,4 +1,4 @@
-"""The progress of a job for people: its leader, its run, and the states of its steps."""
+"""The progress of a job for the UI: its leader, its run, and the states of its steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_STEPS: Final = 200
 
 
 class JobProgress:
-    """The facts and the steps of one job, which it sends to the Spark UI after each change. Any thread can use it.
+    """The facts and the steps of one job. Sends them to the Spark UI after each change. Any thread can use it.
 
     A step is `running`, `finished`, `failed`, or `found` if an earlier run has stored its result.
     """
@@ -27,7 +27,7 @@ class JobProgress:
         self._dropped = 0
 
     def record_step(self, name: str, state: str) -> None:
-        """Records that a step is in this state now, and sends the progress."""
+        """Records the new state of a step, and sends the progress."""
         now = int(self._clock() * 1000)
         with self._lock:
             previous = self._steps.get(name)

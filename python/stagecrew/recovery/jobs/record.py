@@ -65,7 +65,7 @@ class JobRecord:
         run: How many runs were started.
         outcome: The state that an ending job will reach; None for any other job.
         reason: Why the job has ended or is ending; empty for a job that succeeded.
-        ended: When the job ended; None while it is not terminal.
+        ended: When the job ended, or None while it is not terminal.
         clean: Whether the job is terminal, and only this record and its result are left.
 
     Examples:
@@ -107,7 +107,7 @@ class JobRecord:
         return dataclasses.replace(self, state=JobState.RUNNING, run=self.run + 1)
 
     def ending(self, outcome: JobState, reason: str) -> JobRecord:
-        """Returns the record of a job that ends: its run must not continue, but its decided commits are finished first.
+        """Returns the record of a job that is ending. Its run must not continue, and its decided commits are finished.
 
         Args:
             outcome: The state that the job will reach, failed or cancelled.
@@ -167,7 +167,7 @@ class JobRecord:
     def to_bytes(self) -> bytes:
         """Encodes the record for the store.
 
-        Every call returns different bytes, so that a write recognizes its own success.
+        Every call returns different bytes, so that a writer can recognize its own record.
 
         Returns:
             The encoded record.

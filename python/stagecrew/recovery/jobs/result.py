@@ -1,4 +1,4 @@
-"""The result of a job: its value or its error, as bytes that outlive its process."""
+"""The result of a job: its value or its error, serialized for the state storage."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Result:
             The value; None for a script.
 
         Raises:
-            JobFailed: The job failed or was cancelled. The message has its error.
+            JobFailed: The job failed or was cancelled. The message contains the job's error.
         """
         if self.state != "succeeded":
             raise JobFailed(f"the job has {self.state}: {self.reason}\n{self.traceback}".rstrip())

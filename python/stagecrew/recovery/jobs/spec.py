@@ -35,7 +35,8 @@ class JobSpec:
         files: The files for Python's path on the driver and the executors, by name.
         script: The bytes of the script; None for a function.
         max_attempts: How many runs may be started before the job has failed.
-        fingerprint: Identifies a function's arguments, however they were pickled; empty if it was not computed.
+        fingerprint: Identifies a function's arguments, independent of their pickled bytes. Empty if it was not
+            computed.
 
     Examples:
         >>> from stagecrew.recovery import JobSpec
@@ -54,7 +55,7 @@ class JobSpec:
 
     @property
     def name(self) -> str:
-        """A short name for people: the function or the script."""
+        """A short name for display: the function or the script."""
         return re.sub(r"[^A-Za-z0-9_.-]", "-", self.target.rpartition(":")[2] or self.target)[:60]
 
     @property
@@ -143,11 +144,11 @@ class JobSpec:
     ) -> JobSpec:
         """Returns a job that calls a function. The function's return value is the job's result.
 
-        If the module is a single file that is on `sys.path` and not installed, the file travels with the job. Packages,
-        and modules that this file imports, must be in `py_files`.
+        If the module is a single file that is on `sys.path` and not installed, the file is stored with the job.
+        Packages, and modules that this file imports, must be in `py_files`.
 
-        The check of the arguments compares the source code and runs nothing. For a function that is decorated, or not
-        defined by exactly one `def`, it accepts any arguments.
+        The arguments are checked against the source code, which is not run. If a function is decorated, or not defined
+        by exactly one `def`, any arguments are accepted.
 
         Args:
             target: `module:function`.
@@ -160,8 +161,8 @@ class JobSpec:
             The specification.
 
         Raises:
-            ConfigurationError: The module has no such function, the function does not take these arguments, or an argument
-                cannot be pickled.
+            ConfigurationError: The module has no such function, the function does not take these arguments, or an
+                argument cannot be pickled.
 
         Examples:
             >>> from stagecrew.recovery import JobSpec

@@ -38,7 +38,7 @@ __all__ = ["Jobs", "open_jobs"]
 
 #: The longest id of a job, in characters. The ids of its commits start with it.
 _MAX_ID: Final = 100
-#: How often a submit or a cancel is tried while other processes write the same job.
+#: How many times a submit or a cancel is tried while other processes write the same job.
 _TRIES: Final = 5
 
 
@@ -125,7 +125,7 @@ class Jobs:
             ) from error
 
     def _exists(self, job: str, digests: Collection[str]) -> bool:
-        """Returns whether this job exists. Raises `JobExists` if one with different content does."""
+        """Returns whether this job exists. Raises `JobExists` if a job with this id has different content."""
         entry = self._store.read(job_key(job))
         if entry is None:
             return False
@@ -227,7 +227,7 @@ class Jobs:
             The specification.
 
         Raises:
-            RecordUnreadable: It cannot be read. Nothing is deleted because of that.
+            RecordUnreadable: The specification cannot be read. Nothing is deleted.
         """
         try:
             return JobSpec.from_bytes(self._specs.get(job).data)
@@ -314,7 +314,7 @@ class Jobs:
     # -- Maintenance
 
     def sweep(self, grace: float, clock: Callable[[], float] | None = None) -> SweepReport:
-        """Deletes states of jobs that nothing refers to, which processes left that died while they wrote.
+        """Deletes states of jobs that nothing refers to. Processes that died while they wrote have left them.
 
         A state that is or will be referenced is never deleted. This may run at any time.
 
@@ -346,7 +346,7 @@ class Jobs:
         job complete or removed. The bytes of a removed job's result may be left until a sweep, or a new result with
         that id, deletes them.
 
-        Not promised: that the id of a removed job stays reserved. Submitting it again runs a new job, whose commits
+        Not promised: the id of a removed job does not stay reserved. Submitting it again runs a new job, whose commits
         have the same ids.
 
         Args:

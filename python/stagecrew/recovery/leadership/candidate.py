@@ -31,15 +31,15 @@ _log = logging.getLogger("stagecrew")
 
 #: How often a candidate sends a request to a store on this host, in seconds.
 _LOCAL_PERIOD: Final = 0.25
-#: How often it sends one to a store with a session timeout; more often if the timeout is short.
+#: How often it sends a request to a store with a session timeout. It sends requests more often if the timeout is short.
 _REMOTE_PERIOD: Final = 0.5
 #: How long a candidate waits after a failed `on_grant`, so that others can lead first.
 _HOLD_OFF: Final = 1.0
 #: How often a leader checks its deadline without a request to the store.
 _CHECK_PERIOD: Final = 0.1
-#: How long the threads may take to end after `close` has closed the store; a store may take "some seconds" to close.
+#: How long the threads may take to end after `close` has closed the store. Closing a store may take some seconds.
 _JOIN_TIMEOUT: Final = 20.0
-#: How often the log says that callbacks still block the campaign.
+#: The time between two log records that callbacks still block the campaign.
 _REMINDER_PERIOD: Final = 60.0
 
 
@@ -81,7 +81,7 @@ class Leadership:
 
 
 class _LeaderStore(FencedStore):
-    """The store of a leader. It refuses writes at once if the leadership is known to have ended."""
+    """The store of a leader. It refuses writes at once if it knows that the leadership has ended."""
 
     def __init__(self, leadership: Leadership, store: Store) -> None:
         super().__init__(store, fence(leadership.term))
@@ -111,11 +111,11 @@ class Candidate:
       callbacks have returned.
     * Exceptions of the callbacks are logged. After an `on_grant` that raised, the candidate gives up leadership, and
       others may lead first.
-    * The candidate retries a store that is unavailable without limit. `error` says meanwhile what is wrong.
+    * If the store is unavailable, the candidate retries forever. In the meantime `error` says what is wrong.
 
-    Not promised: that a stopped leader (SIGSTOP) is replaced if a session ends only with its process (SQLite).
-    ZooKeeper replaces it after the session timeout; when it continues, it writes nothing more and learns that it does
-    not lead.
+    Not promised: with SQLite, whose sessions end only with their process, a stopped leader (SIGSTOP) is not replaced.
+    With ZooKeeper it is replaced after the session timeout. When it continues, it can no longer write, and notices that
+    it does not lead.
 
     `open_store` opens a new session each time; the candidate closes it. `clock` must be monotonic.
     """
@@ -136,7 +136,7 @@ class Candidate:
             )
         self._open_store, self._on_grant, self._on_revoke = open_store, on_grant, on_revoke
         self._clock, self._period, self._callback_timeout = clock, period, callback_timeout
-        # Guards the five attributes below. While it is held, nothing else is called but the clock, not even the log.
+        # Guards the five attributes below. While it is held, only the clock is called, not even the log.
         self._changed = threading.Condition()
         self._election = Election()
         self._granted: Leadership | None = None  # until its callbacks have returned
@@ -167,7 +167,7 @@ class Candidate:
         Leadership ends at once; another process can lead when `on_revoke` returned, or after `callback_timeout`.
 
         Repeatable, at any time. Returns whether everything has ended. That is false while a callback still runs, for
-        example if a callback calls this, or if the store does not close. Whatever is left ends by itself.
+        example if a callback calls this, or if the store does not close. Anything that still runs ends by itself.
         """
         with self._changed:
             self._closing = True
@@ -223,7 +223,7 @@ class Candidate:
             self._pause_campaign(0.0)
 
     def _pause_campaign(self, seconds: float) -> None:
-        """Waits before a campaign: these seconds, a hold-off, and for the callbacks of the last term."""
+        """Waits before a campaign: for these seconds, for the hold-off, and for the callbacks of the last term."""
         with self._changed:
             seconds, self._hold_off = max(seconds, self._hold_off), 0.0
             self._changed.wait_for(lambda: self._closing, seconds)

@@ -74,7 +74,7 @@ class Ticked:
 
 @dataclasses.dataclass(frozen=True)
 class Resigned:
-    """This process does not campaign any more."""
+    """This process no longer campaigns."""
 
 
 #: The inputs of an election.
@@ -106,8 +106,8 @@ class Election:
     * `Suspended` and `Lost` end leadership at once. So does silence: the deadline is two thirds of the session timeout
       after the last acknowledged request was *sent*. A response after the deadline does not restore leadership.
 
-    Not promised: that the store agrees. The fence, not this class, stops the writes of a leader that learns late of its
-    end.
+    Not promised: the store may already have another leader. If a leader notices the end of its term late, the fence,
+    not this class, stops its writes.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class LeaderInfo:
     term: int
     host: str
     pid: int
-    #: By the wall clock of the leader's host; for people only.
+    #: By the wall clock of the leader's host. Only for display.
     since: dt.datetime
     #: The leader's session at the store.
     session: str
@@ -78,7 +78,7 @@ def leader_of(store: Store) -> LeaderInfo | None:
 
 
 def fence(term: int) -> Check:
-    """Returns the check that every transaction of a leader, and of the processes that work for it, contains.
+    """Returns the check that fences the transactions of a leader and of the processes that work for it.
 
     >>> fence(3)
     Check(key='leader/term', version=3)

@@ -30,7 +30,7 @@ class LeaseClient:
         self._pending: LeaderInfo | None = None
 
     def acquire_or_renew(self) -> ElectionEvent:
-        """Sends one request: an acquisition until this session has a term, then a renewal. Returns its outcome."""
+        """Sends one request: an acquisition if this session has no term, otherwise a renewal. Returns its outcome."""
         try:
             event = self._acquire() if self.term is None else self._renew(self.term)
             self.has_response = True
@@ -71,7 +71,7 @@ class LeaseClient:
         return Refused()
 
     def _renew(self, term: int) -> ElectionEvent:
-        """Renews by a transaction that changes nothing. It fails without a quorum or without a live session."""
+        """Renews the lease with a transaction that changes nothing. It fails without a quorum or a live session."""
         requested_at = self._clock()
         try:
             self.store.transact(fence(term), Check(HOLDER, 0))

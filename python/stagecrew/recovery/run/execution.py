@@ -72,8 +72,8 @@ def execute_run(
     """
     run, jobs = claimed.run, claimed.jobs
     known = jobs.read(run.job)
-    # A process that only finishes gives up early: the leader starts it again after a pause, and other jobs can run
-    # meanwhile. A run that gives up is lost, and counts.
+    # A process that only finishes commits gives up early. The leader starts it again after a pause, and other jobs can
+    # run in the meantime. But a normal run that gives up is lost, and counts as one of the job's runs.
     finish_commits(
         jobs.handles(run.job, "commits"), finish, min(retry_timeout, _FINISH_TIMEOUT) if finish else retry_timeout
     )
@@ -99,7 +99,7 @@ def _run_code(
     facts: Mapping[str, str] | None,
     retry_timeout: float,
 ) -> Result | None:
-    """Calls the job's code. Returns its result, or None if the run is lost through no fault of the code."""
+    """Calls the job's code. Returns its result, or None if an infrastructure error has made the run lost."""
     run, jobs = claimed.run, claimed.jobs
     spec = jobs.spec(run.job)
     steps, commits = jobs.handles(run.job, "steps"), jobs.handles(run.job, "commits")
@@ -112,7 +112,7 @@ def _run_code(
             return Result.of_value(None)
         _log.exception("job %r has raised an error", run.job)
         if (reason := infrastructure_error(error) or check()) is not None:
-            _log.warning("job %r has not failed by this error: %s. It runs again", run.job, reason)
+            _log.warning("job %r runs again, because this error is not its fault: %s", run.job, reason)
             return None
         return Result.of_error(error)
     finally:
@@ -146,7 +146,7 @@ def infrastructure_error(error: BaseException) -> str | None:
 
 
 def _error_in_jvm_message(error: BaseException) -> str | None:
-    """Returns an infrastructure error of Python code that a JVM called, as in `foreachBatch`: only its text arrives."""
+    """Returns the infrastructure error in a JVM's message. The JVM reports errors of `foreachBatch` only as text."""
     if type(error).__module__.partition(".")[0] not in ("pyspark", "py4j"):
         return None
     for name, text in re.findall(r"^stagecrew\.errors\.(\w+): (.*)$", str(error), re.MULTILINE):

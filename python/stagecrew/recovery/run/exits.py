@@ -1,4 +1,4 @@
-"""How the process of a run exits, whatever the job's code has left running."""
+"""Exits the process of a run, even if the job's code has left threads running."""
 
 from __future__ import annotations
 

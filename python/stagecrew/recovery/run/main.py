@@ -1,4 +1,4 @@
-"""The process of one run of a job: claims the run, watches that it may continue, and stores how the job ended.
+"""The process of one run of a job. Claims the run, watches whether it may continue, and stores how the job ended.
 
 spark-submit runs this file.
 """
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_LOST
 
     def leave(reason: str) -> NoReturn:
-        """Exits as a lost run, whose writes would be refused from now on."""
+        """Exits as a lost run, because its writes would be refused."""
         # Closing the store lets the next run start without waiting for the session timeout.
         exit_as_lost(
             lambda: print(f"stagecrew: this run ends: {harmless(reason)}", file=sys.stderr, flush=True),
@@ -131,5 +131,5 @@ def _facts(store: Store, term: int) -> dict[str, str]:
 
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder, whose modules must not be importable by their short names
-    # The package's module, and not this second copy of it that is named __main__, does the work.
+    # Call the package's module, not this second copy of it, which is named __main__.
     sys.exit(importlib.import_module("stagecrew.recovery.run.main").main())

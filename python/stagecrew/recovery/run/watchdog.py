@@ -23,8 +23,8 @@ _CHECK_PERIOD: Final = 0.25
 class RunWatchdog:
     """Ends this process when its leader stops leading, its claim or its session is lost, or its JVM has ended.
 
-    If the store has a session timeout, the watchdog ends the process after two thirds of it without a response, even
-    while a request hangs. No other process can have taken over by then.
+    If the store has a session timeout, the watchdog ends the process after two thirds of this time without a response,
+    even while a request hangs. So the process ends before another one can take over.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class RunWatchdog:
         self._ending = threading.Lock()
 
     def start(self) -> None:
-        """Starts to watch, until `stop`."""
+        """Starts watching. `stop` ends it."""
         for check in (self.check, self.check_silence):
             name = f"stagecrew-{check.__name__.replace('_', '-')}"
             threading.Thread(target=self._watch, args=(check,), name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """Stops to watch, because the job has ended. A later finding does not end the process."""
+        """Stops watching, because the job has ended. From now on the watchdog does not end the process."""
         with self._ending:
             self._stopped.set()
 

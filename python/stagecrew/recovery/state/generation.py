@@ -52,7 +52,7 @@ def read_generation(store: Store) -> Generation:
 
 
 def advance_generation(store: Store) -> None:
-    """Makes sure that the generation advances after this call: by this transaction, or by another sweep's."""
+    """Advances the generation, unless another sweep does it at the same time."""
     current = read_generation(store)
     try:
         store.transact(Replace(GENERATION, _encode(current.store), current.number))

@@ -77,13 +77,13 @@ class StateHandleStore:
     * A handle that is not marked has its complete state, whatever process died at whatever step. A state that nothing
       refers to may be left; `sweep` deletes it.
     * A write applies its change and the caller's operations `also` in one transaction, once, however often the store
-      repeats it. It has three outcomes. If it returns, it was applied. If it raises `PossiblyInconsistentError`, the
+      repeats it. It has three outcomes: If it returns, it was applied. If it raises `PossiblyInconsistentError`, the
       outcome is unknown and nothing is discarded. If it raises anything else, it was not applied, and its new state is
       discarded. To repeat a write with an unknown outcome, pass a `prepare`d state: then it is applied once in all.
     * A failed read never deletes anything.
 
     The `StoreConflict` of a write has the `index` of the operation in `also` that failed; -1 is the handle's own
-    version. Not promised: that a reader sees every handle that others remove and add again under the same name.
+    version. Not promised: a reader may miss handles that others remove and add again under the same name.
     """
 
     def __init__(self, store: Store, storage: StateStorage, root: str) -> None:
@@ -209,7 +209,7 @@ class StateHandleStore:
     # -- Locks
 
     def lock(self, name: str) -> bool:
-        """Locks the handle: until `release` or the end of this session, no other session can remove it.
+        """Locks the handle. No other session can remove it until `release` or the end of this session.
 
         The lock is shared, not exclusive, and each session has at most one. Returns whether it is new. Raises
         `HandleMissing`.
@@ -316,7 +316,7 @@ class StateHandleStore:
                 return Handle(name, entry.version, self._storage.read(reference), reference)
             except (StateStorageError, StoreUnsupported) as error:
                 unreadable: RecoveryError = error
-            # If another session has replaced or removed the handle in the meantime, the error means nothing: read
+            # If another session has replaced or removed the handle in the meantime, ignore the error and read
             # again.
             unchanged = self._store.read(key) == entry and self._store.read(f"{key}/locks") is not None
             return unreadable if unchanged else None

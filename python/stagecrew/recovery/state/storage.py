@@ -53,9 +53,9 @@ class StateStorage:
     * `read` returns exactly the bytes that were written.
     * Only `discard` deletes states.
 
-    Not promised: that a failed `write` leaves nothing. A sweep deletes its remains. Files and folders on a local disk
-    are readable by their owner only; elsewhere, the access control of the storage decides who can read states. A local
-    folder must exist, so that an unmounted disk is not taken for an empty storage.
+    Not promised: a failed `write` may leave a file, which a sweep deletes. Files and folders on a local disk are
+    readable only by their owner. Elsewhere, the access control of the storage decides who can read states. A local
+    folder must exist, so that an unmounted disk is not mistaken for an empty storage.
     """
 
     def __init__(self, uri: str | os.PathLike[str], filesystem: pyarrow.fs.FileSystem | None = None) -> None:
@@ -167,7 +167,7 @@ class StateStorage:
         ]
 
     def now(self, folder: str) -> float:
-        """Returns the time of the clock that dates the files of this storage, by writing a file."""
+        """Returns the time of the storage's clock, which dates its files. To find it out, writes a file."""
         probe = self.write("clock", b"", folder)
         try:
             with self._translated_errors("the time could not be read from"):
@@ -197,7 +197,7 @@ class StateStorage:
             self._synced_folders.add(path)
 
     def _folder_exists(self) -> bool:
-        """Returns whether the storage itself exists. It does not if its disk is not mounted."""
+        """Returns whether the folder of the storage exists. It does not exist if its disk is not mounted."""
         with contextlib.suppress(OSError, pa.ArrowException):
             return bool(self._filesystem.get_file_info(self._folder).type == pyarrow.fs.FileType.Directory)
         return False

@@ -1,4 +1,4 @@
-"""Garbage collection of states: deletes the ones that nothing refers to, which dead writers left."""
+"""Garbage collection of states: deletes the states that nothing refers to, which dead writers have left."""
 
 from __future__ import annotations
 

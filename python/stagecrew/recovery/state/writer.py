@@ -31,16 +31,16 @@ __all__ = ["MAX_TRIES", "HandleWriter", "PreparedState"]
 _log = logging.getLogger("stagecrew")
 
 _WRITERS: Final = "sweep/writers"
-#: How often one write is tried when a sweep or an unfinished removal interferes.
+#: How many times one write is tried when a sweep or an unfinished removal interferes.
 MAX_TRIES: Final = 20
 
 
 class PreparedState:
-    """A state on its way to a handle. If the same session passes it to `add` or `replace` again, it is written once.
+    """A state that will be written to a handle. If a session passes it to `add` or `replace` again, it is written once.
 
     Use it to repeat a write whose outcome is unknown. It belongs to one handle and to one thread at a time. After that
-    session has ended, another session may add it again, even if it was added before and then removed by others. If that
-    must not happen, add an entry of its own in `also`.
+    session has ended, another session may add it again, even if it was added before and then removed by others. To
+    prevent this, create a separate entry in `also`.
     """
 
     def __init__(self, data: bytes) -> None:

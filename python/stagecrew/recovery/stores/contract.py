@@ -1,4 +1,4 @@
-"""The contract of a coordination store: a tree of small entries, changed by transactions of sessions."""
+"""The interface of a coordination store: a tree of small entries, which sessions change by transactions."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class Store(Protocol):
       on one host, after the session timeout in ZooKeeper. From then on no write of that session is applied, even if its
       process was only paused.
 
-    Not promised: that the store keeps the session of a live process; that reads of several keys outside a transaction
-    see one common order.
+    Not promised: the session of a live process may end. Reads of several keys outside a transaction may see changes in
+    different orders.
     """
 
     @property
@@ -120,7 +120,7 @@ class Store(Protocol):
         """Whether the connection is down or the session has ended. Work that needs a live session must stop."""
 
     def ensure(self, *keys: str) -> None:
-        """Creates the missing ones of these permanent entries and of their parents.
+        """Creates those of these permanent entries and of their parents that do not exist.
 
         Raises the same errors as `transact`.
         """
@@ -129,7 +129,7 @@ class Store(Protocol):
         """Returns the entry, or None if it does not exist. Raises `StoreUnavailable`, `SessionLost`."""
 
     def children(self, key: str) -> list[str]:
-        """Returns the sorted last parts of the child keys; empty if the entry does not exist.
+        """Returns the last parts of the child keys, sorted. Empty if the entry does not exist.
 
         Raises the same errors as `read`.
         """

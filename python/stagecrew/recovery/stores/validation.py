@@ -23,11 +23,11 @@ __all__ = ["MAX_TRANSACTION_BYTES", "check_transaction", "conflict_error", "ensu
 
 #: The largest transaction. ZooKeeper closes the connection of a client that sends more than 1 MiB.
 MAX_TRANSACTION_BYTES: Final = 768 << 10
-#: The most bytes that an operation takes in addition to its key and value: its header and access control list.
+#: The maximum number of bytes of an operation in addition to its key and value, for its header and access control list.
 _OPERATION_OVERHEAD: Final = 256
-#: Matches nearly all valid keys in one step; `checked_key` decides about the rest.
+#: Matches nearly all valid keys in one step. `checked_key` checks the others.
 _PLAIN_KEY: Final = re.compile(r"[\w~-][\w.~%-]*(/[\w~-][\w.~%-]*)*", re.ASCII)
-#: How often `ensure_entries` tries while other sessions create and delete the same entries.
+#: How many times `ensure_entries` tries while other sessions create and delete the same entries.
 _ENSURE_TRIES: Final = 20
 _VERSIONS: Final = range(1 << 31)
 _WITH_VALUE: Final = (Create, Replace)

@@ -1,4 +1,4 @@
-"""Locked files of live processes: they show the processes of one host at once that another one died."""
+"""Locked files of live processes. They show the other processes on this host at once that a process has died."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SessionFile:
         return None
 
     def is_held(self) -> bool:
-        """Returns whether the file that others find under this name is the one that is locked here."""
+        """Returns whether the file with this name is the file that is locked here."""
         descriptor = self._descriptor
         if descriptor is None:
             return False
@@ -105,7 +105,7 @@ def _is_unlocked(folder: str, name: str, *, unlink: bool) -> bool:
     except FileNotFoundError:
         return True
     try:
-        # The lock is shared, so that two processes that check at the same time do not take each other for the owner.
+        # The lock is shared, so that two processes that check at the same time do not mistake each other for the owner.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if unlink:
             with contextlib.suppress(FileNotFoundError):

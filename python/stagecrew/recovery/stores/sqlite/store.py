@@ -43,12 +43,11 @@ _CLOSE_TIMEOUT: Final = 3.0
 class SQLiteStore:
     """A `Store` in a SQLite database. All its processes must run on one host, which has the database on a local disk.
 
-    A session ends with its process and with nothing else: each session locks a file next to the database while it
-    lives. A stopped process (SIGSTOP) is alive. The next session that meets an entry of a dead one deletes all entries
-    of that session.
+    A session ends only when its process ends: each session locks a file next to the database while it lives. A stopped
+    process (SIGSTOP) is alive. If a session finds an entry of a dead session, it deletes all entries of the dead
+    session.
 
-    Not promised: that a session ends with its process while a fork of it lives that was not made by Python (see
-    `SessionFile`).
+    Not promised: a session may outlive its process while a fork lives that was not made by Python (see `SessionFile`).
     """
 
     timeout = None
@@ -64,7 +63,7 @@ class SQLiteStore:
         self._call_timeout = call_timeout
         self._process = os.getpid()
         self._lock = threading.Lock()
-        #: Why the session has ended; None while it lives.
+        #: Why the session has ended, or None while it lives.
         self._ended: str | None = None
         kind = filesystem(os.path.dirname(self._path), mounts)  # noqa: PTH120
         if shared(kind):
@@ -209,7 +208,7 @@ class SQLiteStore:
             raise _DeadSessionError(session)
 
     def _without_dead_sessions(self, work: Callable[[], _T]) -> _T:
-        """Repeats the work each time it met an entry of a dead session, whose entries are deleted first."""
+        """Repeats the work when it finds an entry of a dead session. Deletes the entries of the dead session first."""
         while True:
             try:
                 return work()
@@ -260,7 +259,7 @@ class SQLiteStore:
 
 
 class _ExclusiveUse(TranslatedErrors):
-    """Gives one thread the session for a call. Raises `SessionLost` if the session is known to have ended."""
+    """Lets one thread use the session for a call. Raises `SessionLost` if the session is known to have ended."""
 
     __slots__ = ("_store",)
 
@@ -283,7 +282,7 @@ class _ExclusiveUse(TranslatedErrors):
 
 
 class _DeadSessionError(Exception):
-    """The work met an entry of a dead session."""
+    """The work found an entry of a dead session."""
 
     def __init__(self, session: str) -> None:
         super().__init__(session)

@@ -30,7 +30,7 @@ def acl_of(credentials: str | None) -> list[Any]:
 def prepare(session: ZooKeeperSession, root: str, acl: list[Any], where: str, deadline: float) -> None:
     """Creates the store if it does not exist.
 
-    Refuses, and does not change, one of another format or with another ACL.
+    Refuses a store with another format or another ACL, and does not change it.
     """
     if session.call(operator.methodcaller("exists_async", f"{root}/entries"), deadline) is not None:
         _check_format(session, root, where, deadline)

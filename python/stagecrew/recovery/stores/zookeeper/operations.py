@@ -1,4 +1,4 @@
-"""Operations of the contract as ZooKeeper's, and ZooKeeper's errors as conflicts of the contract."""
+"""Converts operations of a store to operations of ZooKeeper, and errors of ZooKeeper to conflicts of a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Plan:
     steps: list[Callable[[Any], None]]
     #: The result of the transaction if it is applied: the version of each key.
     versions: list[int | None]
-    #: The indexes of checks of any version, for which the current version was read before.
+    #: The indexes of checks of any version. Their current version was read before.
     read: set[int]
 
     def add_to(self, transaction: Any) -> None:
@@ -68,7 +68,7 @@ def plan_transaction(
 
 
 def conflict_reason(operation: Operation, error: Exception) -> str | None:
-    """Returns the reason of a `StoreConflict` for an error of ZooKeeper, or None if the error is no conflict."""
+    """Returns the reason of a `StoreConflict` for an error of ZooKeeper, or None if the error is not a conflict."""
     from kazoo import exceptions as kazoo
 
     match error:

@@ -88,7 +88,7 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
         self, address: tuple[str, int], hostname: str | None = None, timeout: float | None = None, **options: Any
     ) -> socket.socket:
         if self._session.ended:
-            # kazoo would open a new session now, which the users of this one must not get.
+            # kazoo would open a new session now, and the users of this session must not use it.
             raise ConnectionAbortedError("the session has ended")
         try:
             connection = socket.create_connection(address, min(timeout or self._connect_timeout, self._connect_timeout))
@@ -147,7 +147,7 @@ class _SequenceUpdate(SetData):  # type: ignore[misc]
 
 
 class ZooKeeperSession:
-    """A session that starts when it connects, and ends for good when ZooKeeper says so.
+    """A session that starts when it connects, and ends permanently when ZooKeeper ends it.
 
     Listeners and threads of kazoo only set flags here. Everything else runs in the calling thread.
     """
@@ -292,7 +292,7 @@ class ZooKeeperSession:
 def first_failure(results: Sequence[Any]) -> tuple[int, Any]:
     """Returns the index and the error of the operation that failed.
 
-    ZooKeeper reports the ones before it as rolled back.
+    ZooKeeper reports the operations before it as rolled back.
     """
     for index, result in enumerate(results):
         if isinstance(result, ZookeeperError) and not isinstance(result, RolledBackError):

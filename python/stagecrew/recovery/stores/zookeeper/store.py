@@ -46,8 +46,8 @@ class ZooKeeperStore:
     a token into it. So no transaction is applied without its session, and none is applied twice, even if a lost request
     arrives late. If a response is lost, the entry shows whether the transaction was applied.
 
-    With credentials, clients with other credentials or none can read and write nothing. Without TLS, the credentials
-    cross the network in clear text.
+    With credentials, clients with other credentials, or without, cannot read or write anything. Without TLS, the
+    credentials are sent in clear text.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ZooKeeperStore:
         self._credentials = credentials
         self._where = f"ZooKeeper at {hosts}{self._root}"
         self._process = os.getpid()
-        #: Allows one transaction at a time, because each one has the next sequence number.
+        #: Allows one transaction at a time, because each transaction takes the next sequence number.
         self._lock = threading.Lock()
         self._session: ZooKeeperSession | None = None
         #: Why the session has ended; None while it lives.
@@ -132,7 +132,7 @@ class ZooKeeperStore:
 
     @property
     def timeout(self) -> float:
-        """See `Store`. Before the first session, this is the requested timeout; then the one agreed with the server."""
+        """See `Store`. The requested timeout, or, after the first session, the timeout of the server."""
         return self._requested_timeout if self._session is None else self._session.timeout
 
     @property
@@ -187,7 +187,7 @@ class ZooKeeperStore:
     def _try_transaction(
         self, session: ZooKeeperSession, operations: Sequence[Operation], deadline: float
     ) -> list[int | None] | None:
-        """Returns the versions, or None if this try was not applied, never will be, and another one is needed."""
+        """Returns the versions, or None if this try was not applied and never will be, so another try is needed."""
         from stagecrew.recovery.stores.zookeeper import session as zk
 
         def current_version(key: str) -> int | None:

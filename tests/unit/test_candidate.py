@@ -1,4 +1,4 @@
-"""A leadership contender's threads on an in-memory store: its callbacks, their order, and how it ends."""
+"""A leadership candidate's threads on an in-memory store: its callbacks, their order, and how it ends."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Clock:
 
 
 class SlowSession(ModelStore):
-    """A session that notices its expiry only when the contender is notified or makes a request."""
+    """A session that notices its expiry only when the candidate is notified or makes a request."""
 
     timeout = TIMEOUT
     suspended = False
 
 
 class World:
-    """A server, its contenders, and the calls of their callbacks."""
+    """A server, its candidates, and the calls of their callbacks."""
 
     def __init__(self):
-        self.server, self.clock, self.calls, self.stores, self.contenders = ModelServer(), Clock(), [], [], []
+        self.server, self.clock, self.calls, self.stores, self.candidates = ModelServer(), Clock(), [], [], []
         self.lock = threading.Lock()
 
     def open(self):
@@ -53,7 +53,7 @@ class World:
         self.stores.append(store)
         return store
 
-    def contender(self, name="a", granted=lambda leadership: None, revoked=lambda term, reason: None, **more):
+    def candidate(self, name="a", granted=lambda leadership: None, revoked=lambda term, reason: None, **more):
         def on_grant(leadership):
             assert threading.current_thread().name == "stagecrew-leadership"
             self.record(name, "grant", leadership.term)
@@ -64,24 +64,24 @@ class World:
             revoked(term, reason)
 
         options = {"clock": self.clock, "period": 0.01, "callback_timeout": 10.0, **more}
-        contender = Candidate(options.pop("open_store", self.open), on_grant, on_revoke, **options)
-        self.contenders.append(contender)
-        return contender
+        candidate = Candidate(options.pop("open_store", self.open), on_grant, on_revoke, **options)
+        self.candidates.append(candidate)
+        return candidate
 
     def record(self, *call):
         with self.lock:
             self.calls.append(call)
 
-    def wait_for_leadership(self, contender):
-        """Waits until the contender leads and its `on_grant` was called. Returns its leadership."""
+    def wait_for_leadership(self, candidate):
+        """Waits until the candidate leads and its `on_grant` was called. Returns its leadership."""
 
         def granted():
-            leadership = contender.leadership
+            leadership = candidate.leadership
             if leadership is None or not any(call[1:] == ("grant", leadership.term) for call in list(self.calls)):
                 return None
             return leadership
 
-        return eventually(granted, 10, "the contender does not lead")
+        return eventually(granted, 10, "the candidate does not lead")
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def world():
     """At the end no thread, session or session's entry is left, and each grant was followed by its revocation."""
     world = World()
     yield world
-    for contender in world.contenders:
-        assert contender.close()
+    for candidate in world.candidates:
+        assert candidate.close()
     world.server.fault = lambda *_: None
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name in ("stagecrew-election", "stagecrew-leadership")]
@@ -103,11 +103,11 @@ def world():
         assert terms == sorted(set(terms))
 
 
-def test_a_second_contender_leads_after_the_first_is_closed(world):
+def test_a_second_candidate_leads_after_the_first_is_closed(world):
     """It leads in the next term, and observers see the leader of each term."""
-    first = world.contender("a")
+    first = world.candidate("a")
     leadership = world.wait_for_leadership(first)
-    second = world.contender("b")
+    second = world.candidate("b")
     assert (leadership.term, leadership.valid, leadership.reason) == (1, True, None)
     leadership.check()
     leadership.store.transact(Create("a", b"1"))
@@ -126,23 +126,23 @@ def test_a_second_contender_leads_after_the_first_is_closed(world):
     observer.close()
 
 
-def test_a_contender_whose_session_expires_leads_again_in_a_new_term(world):
+def test_a_candidate_whose_session_expires_leads_again_in_a_new_term(world):
     """It campaigns with a new session."""
-    contender = world.contender()
-    leadership = world.wait_for_leadership(contender)
+    candidate = world.candidate()
+    leadership = world.wait_for_leadership(candidate)
     world.server.expire(world.stores[0].session)
     eventually(lambda: not leadership.valid)
-    next_leadership = world.wait_for_leadership(contender)
+    next_leadership = world.wait_for_leadership(candidate)
     assert (leadership.term, next_leadership.term, len(world.stores)) == (1, 2, 2)
-    assert leadership.reason == "session-1 is over"
+    assert leadership.reason == "session-1 has expired"
 
 
 def test_a_write_with_an_expired_session_ends_leadership(world):
     """The writer gets an error at once, and `on_revoke` is called."""
-    contender = world.contender(period=60.0)
-    leadership = world.wait_for_leadership(contender)
+    candidate = world.candidate(period=60.0)
+    leadership = world.wait_for_leadership(candidate)
     world.server.expire(world.stores[0].session)
-    with pytest.raises(LeadershipLost, match="nothing was written: session-1 is over"):
+    with pytest.raises(LeadershipLost, match="nothing was written: session-1 has expired"):
         leadership.store.transact(Create("a"))
     assert not leadership.valid
     eventually(lambda: world.calls[:2] == [("a", "grant", 1), ("a", "revoke", 1)])
@@ -150,8 +150,8 @@ def test_a_write_with_an_expired_session_ends_leadership(world):
 
 def test_a_write_in_an_old_term_ends_leadership(world):
     """The store has another leader's term."""
-    contender = world.contender(period=60.0)
-    leadership = world.wait_for_leadership(contender)
+    candidate = world.candidate(period=60.0)
+    leadership = world.wait_for_leadership(candidate)
     other = world.server.session()
     other.transact(Delete(TERM), Delete(HOLDER), Create(TERM))
     with pytest.raises(LeadershipLost, match="leader/term does not have version 1 any more"):
@@ -170,8 +170,8 @@ def test_leadership_ends_by_time_while_the_store_does_not_respond(world):
             assert released.wait(20)
 
     world.server.fault = hang
-    contender = world.contender()
-    leadership = world.wait_for_leadership(contender)
+    candidate = world.candidate()
+    leadership = world.wait_for_leadership(candidate)
     assert hangs.wait(10)
     world.clock.advance(1.9)
     assert leadership.valid
@@ -183,23 +183,23 @@ def test_leadership_ends_by_time_while_the_store_does_not_respond(world):
         leadership.check()
     eventually(lambda: world.calls[:2] == [("a", "grant", 1), ("a", "revoke", 1)])
     released.set()
-    assert world.wait_for_leadership(contender).term == 2
+    assert world.wait_for_leadership(candidate).term == 2
 
 
 def test_a_broken_connection_ends_leadership_at_once(world):
-    """The leadership stays ended if the connection recovers. The contender leads again in a new term."""
-    contender = world.contender(period=60.0)
-    leadership = world.wait_for_leadership(contender)
+    """The leadership stays ended if the connection recovers. The candidate leads again in a new term."""
+    candidate = world.candidate(period=60.0)
+    leadership = world.wait_for_leadership(candidate)
     world.stores[0].suspended = True
     assert not leadership.valid
     world.stores[0].suspended = False
     assert not leadership.valid
     assert leadership.reason == "the connection to the store is down"
-    assert world.wait_for_leadership(contender).term == 2
+    assert world.wait_for_leadership(candidate).term == 2
 
 
 def test_a_leadership_acquired_while_the_connection_breaks_is_not_used(world):
-    """The contender closes that session and leads with its next one."""
+    """The candidate closes that session and leads with its next one."""
 
     def break_connection(session, operations, moment):
         if session == world.stores[0].session and operations[0].key == HOLDER and moment == "after":
@@ -207,8 +207,8 @@ def test_a_leadership_acquired_while_the_connection_breaks_is_not_used(world):
             threading.Timer(0.2, setattr, (world.stores[0], "suspended", False)).start()
 
     world.server.fault = break_connection
-    contender = world.contender()
-    assert world.wait_for_leadership(contender).term == 2
+    candidate = world.candidate()
+    assert world.wait_for_leadership(candidate).term == 2
     assert world.calls == [("a", "grant", 2)]
 
 
@@ -223,15 +223,15 @@ def test_a_leadership_that_ends_before_its_grant_calls_no_callback(world):
             self.reads += 1  # the first read is that of the request that acquires leadership
             return 1 < self.reads < 30 and self.session == "session-1"
 
-    contender = world.contender(open_store=lambda: Breaking(world.server, world.server.session().session))
-    assert world.wait_for_leadership(contender).term == 2
+    candidate = world.candidate(open_store=lambda: Breaking(world.server, world.server.session().session))
+    assert world.wait_for_leadership(candidate).term == 2
     assert world.calls == [("a", "grant", 2)]
 
 
 def test_a_broken_connection_is_noticed_without_a_request(world):
     """`on_revoke` is called long before the next renewal."""
-    contender = world.contender(period=60.0)
-    world.wait_for_leadership(contender)
+    candidate = world.candidate(period=60.0)
+    world.wait_for_leadership(candidate)
     world.stores[0].suspended = True
     eventually(lambda: ("a", "revoke", 1) in world.calls)
     world.stores[0].suspended = False
@@ -247,9 +247,9 @@ def test_a_slow_on_grant_is_followed_by_on_revoke(world):
             assert released.wait(20)
             seen.append(leadership.valid)
 
-    contender = world.contender(granted=granted)
+    candidate = world.candidate(granted=granted)
     assert entered.wait(10)
-    leadership = world.wait_for_leadership(contender)
+    leadership = world.wait_for_leadership(candidate)
     world.stores[0].suspended = True
     assert not leadership.valid
     world.stores[0].suspended = False
@@ -257,7 +257,7 @@ def test_a_slow_on_grant_is_followed_by_on_revoke(world):
     assert world.calls == [("a", "grant", 1)]
     assert world.stores[0].session in world.server.live, "the session was closed before on_grant returned"
     released.set()
-    assert world.wait_for_leadership(contender).term == 2
+    assert world.wait_for_leadership(candidate).term == 2
     assert seen == [False]
 
 
@@ -269,9 +269,9 @@ def test_leadership_is_released_after_on_revoke(world):
         entered.set()
         assert released.wait(20)
 
-    first = world.contender("a", revoked=revoked)
+    first = world.candidate("a", revoked=revoked)
     leadership = world.wait_for_leadership(first)
-    second = world.contender("b")
+    second = world.candidate("b")
     closing = threading.Thread(target=first.close)
     closing.start()
     assert entered.wait(10)
@@ -285,11 +285,11 @@ def test_leadership_is_released_after_on_revoke(world):
 
 
 def test_an_on_revoke_that_does_not_return_delays_others_only_for_a_time(world, caplog):
-    """After `ending` another contender leads. `close` returns False because the thread has not ended."""
+    """After `ending` another candidate leads. `close` returns False because the thread has not ended."""
     released = threading.Event()
-    first = world.contender("a", revoked=lambda term, reason: released.wait(20), callback_timeout=0.1)
+    first = world.candidate("a", revoked=lambda term, reason: released.wait(20), callback_timeout=0.1)
     world.wait_for_leadership(first)
-    second = world.contender("b")
+    second = world.candidate("b")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stagecrew.recovery.leadership.candidate._JOIN_TIMEOUT", 0.5)
         assert not first.close()
@@ -300,10 +300,10 @@ def test_an_on_revoke_that_does_not_return_delays_others_only_for_a_time(world, 
     assert first.close()
 
 
-def test_a_contender_does_not_campaign_while_its_callbacks_run(world):
+def test_a_candidate_does_not_campaign_while_its_callbacks_run(world):
     """It could not lead, however long they take."""
     released = threading.Event()
-    first = world.contender("a", revoked=lambda term, reason: released.wait(20), callback_timeout=0.05)
+    first = world.candidate("a", revoked=lambda term, reason: released.wait(20), callback_timeout=0.05)
     leadership = world.wait_for_leadership(first)
     leadership.end("ended by the test")
     eventually(lambda: world.stores[0].session not in world.server.live)
@@ -314,7 +314,7 @@ def test_a_contender_does_not_campaign_while_its_callbacks_run(world):
 
 
 def test_exceptions_in_callbacks_are_logged(world, caplog, monkeypatch):
-    """The contender continues. After `on_grant` has raised, another contender may lead first."""
+    """The candidate continues. After `on_grant` has raised, another candidate may lead first."""
     monkeypatch.setattr("stagecrew.recovery.leadership.candidate._HOLD_OFF", 0.3)
 
     def granted(leadership):
@@ -325,9 +325,9 @@ def test_exceptions_in_callbacks_are_logged(world, caplog, monkeypatch):
         assert "on_grant raised SystemExit: in on_grant" in reason or term > 1
         raise ValueError("in on_revoke")
 
-    first = world.contender("a", granted=granted, revoked=revoked)
+    first = world.candidate("a", granted=granted, revoked=revoked)
     eventually(lambda: ("a", "revoke", 1) in world.calls)
-    second = world.contender("b")
+    second = world.candidate("b")
     assert world.wait_for_leadership(second).term == 2
     second.close()
     assert world.wait_for_leadership(first).term == 3
@@ -346,16 +346,16 @@ def test_a_store_that_cannot_be_opened_is_retried(world, caplog):
         return world.open()
 
     with caplog.at_level(logging.WARNING):
-        contender = world.contender(open_store=open_store)
-        assert eventually(lambda: contender.error) is not None
-        world.wait_for_leadership(contender)
-    assert contender.error is None
+        candidate = world.candidate(open_store=open_store)
+        assert eventually(lambda: candidate.error) is not None
+        world.wait_for_leadership(candidate)
+    assert candidate.error is None
     assert caplog.text.count("the store does not exist yet") == 1
     assert caplog.text.count("the coordination store responds again") == 1
 
 
 def test_an_unexpected_exception_of_the_store_ends_leadership(world, caplog):
-    """It is logged with its traceback, and the contender campaigns again."""
+    """It is logged with its traceback, and the candidate campaigns again."""
     bugs = [ZeroDivisionError("in transact")]
 
     def bug(_session, operations, _moment):
@@ -363,59 +363,59 @@ def test_an_unexpected_exception_of_the_store_ends_leadership(world, caplog):
             raise bugs.pop()
 
     world.server.fault = bug
-    contender = world.contender(period=0.3)
-    assert world.wait_for_leadership(contender).term == 1
+    candidate = world.candidate(period=0.3)
+    assert world.wait_for_leadership(candidate).term == 1
     eventually(lambda: ("a", "grant", 2) in world.calls)
     assert "Traceback" in caplog.text
 
 
 def test_leadership_survives_a_short_absence_of_the_store(world):
     """It survives less than two thirds of the session timeout."""
-    contender = world.contender()
-    leadership = world.wait_for_leadership(contender)
+    candidate = world.candidate()
+    leadership = world.wait_for_leadership(candidate)
 
     def unavailable(_session, _operations, _moment):
         raise StoreUnavailable("the store is unavailable")
 
     world.server.fault = unavailable
-    eventually(lambda: isinstance(contender.error, StoreUnavailable))
+    eventually(lambda: isinstance(candidate.error, StoreUnavailable))
     world.clock.advance(1.5)
     assert leadership.valid
     world.server.fault = lambda *_: None
-    eventually(lambda: contender.error is None)
+    eventually(lambda: candidate.error is None)
     world.clock.advance(1.0)
     assert leadership.valid
     world.server.fault = unavailable
     world.clock.advance(1.5)
     assert not leadership.valid
     world.server.fault = lambda *_: None
-    assert world.wait_for_leadership(contender).term == 2
+    assert world.wait_for_leadership(candidate).term == 2
 
 
-def test_a_contender_can_be_closed_while_the_store_is_unavailable(world):
+def test_a_candidate_can_be_closed_while_the_store_is_unavailable(world):
     """It ends even while it waits for its next retry. A second `close` does nothing."""
 
     def open_store():
         raise StoreUnavailable("no store")
 
-    contender = world.contender(open_store=open_store)
-    eventually(lambda: contender.error)
-    assert contender.close()
-    assert contender.close()
+    candidate = world.candidate(open_store=open_store)
+    eventually(lambda: candidate.error)
+    assert candidate.close()
+    assert candidate.close()
 
 
-def test_a_contender_can_be_closed_at_any_moment(world):
+def test_a_candidate_can_be_closed_at_any_moment(world):
     """Before, while and after it leads, twice and from several threads. Each grant is revoked once."""
     for number in range(60):
-        contender = world.contender(str(number), period=0.001)
+        candidate = world.candidate(str(number), period=0.001)
         threading.Event().wait(number * 0.0003)
-        closers = [threading.Thread(target=contender.close) for _ in range(2)]
+        closers = [threading.Thread(target=candidate.close) for _ in range(2)]
         for closer in closers:
             closer.start()
-        assert contender.close()
+        assert candidate.close()
         for closer in closers:
             closer.join(10)
-        assert contender.leadership is None
+        assert candidate.leadership is None
         assert HOLDER not in world.server.entries
 
 
@@ -433,9 +433,9 @@ def test_close_ends_a_hanging_request(world):
             super().close()
             closed.set()
 
-    contender = world.contender(open_store=lambda: Hanging(world.server, world.server.session().session))
+    candidate = world.candidate(open_store=lambda: Hanging(world.server, world.server.session().session))
     assert hangs.wait(10)
-    assert contender.close()
+    assert candidate.close()
     assert world.calls == []
 
 
@@ -446,35 +446,35 @@ def test_a_session_that_cannot_be_closed_is_logged(world, caplog):
         world.server.expire(store.session)
         raise OSError("in close")
 
-    contender = world.contender()
-    leadership, store = world.wait_for_leadership(contender), world.stores[0]
+    candidate = world.candidate()
+    leadership, store = world.wait_for_leadership(candidate), world.stores[0]
     store.close = close
     leadership.end("ended by the test")
-    assert world.wait_for_leadership(contender).term == 2
+    assert world.wait_for_leadership(candidate).term == 2
     assert "OSError: in close" in caplog.text
 
 
 @pytest.mark.parametrize("callback", ["on_grant", "on_revoke"])
-def test_a_callback_can_close_its_contender(world, callback):
+def test_a_callback_can_close_its_candidate(world, callback):
     """`close` does not wait for its own thread, and the threads end."""
-    contenders = []
+    candidates = []
 
     def close(*_):
-        eventually(lambda: contenders)
-        assert not contenders[0].close()
+        eventually(lambda: candidates)
+        assert not candidates[0].close()
 
     def nothing(*_):
         pass
 
-    contenders.append(
-        world.contender(
+    candidates.append(
+        world.candidate(
             granted=close if callback == "on_grant" else nothing, revoked=close if callback == "on_revoke" else nothing
         )
     )
     if callback == "on_revoke":
-        world.wait_for_leadership(contenders[0]).end("ended by the test")
+        world.wait_for_leadership(candidates[0]).end("ended by the test")
     eventually(lambda: len(world.calls) == 2)
-    eventually(lambda: not any(thread.is_alive() for thread in contenders[0]._threads))
+    eventually(lambda: not any(thread.is_alive() for thread in candidates[0]._threads))
 
 
 def test_close_during_on_grant_ends_leadership_at_once(world):
@@ -485,10 +485,10 @@ def test_close_during_on_grant_ends_leadership_at_once(world):
         entered.set()
         assert released.wait(20)
 
-    contender = world.contender(granted=granted)
+    candidate = world.candidate(granted=granted)
     assert entered.wait(10)
-    leadership = contender.leadership
-    closing = threading.Thread(target=contender.close)
+    leadership = candidate.leadership
+    closing = threading.Thread(target=candidate.close)
     closing.start()
     eventually(lambda: not leadership.valid)
     assert HOLDER in world.server.entries
@@ -499,16 +499,16 @@ def test_close_during_on_grant_ends_leadership_at_once(world):
 
 def test_a_job_of_an_old_term_cannot_write(world):
     """Its writes are refused after another term has begun, even with its own session."""
-    contender = world.contender()
-    leadership = world.wait_for_leadership(contender)
+    candidate = world.candidate()
+    leadership = world.wait_for_leadership(candidate)
     session = world.server.session()
     job = FencedStore(session, fence(leadership.term))
     job.transact(Create("a"))
     world.server.expire(world.stores[0].session)
-    next_leadership = eventually(lambda: (led := contender.leadership) and led.term == 2 and led)
+    next_leadership = eventually(lambda: (led := candidate.leadership) and led.term == 2 and led)
     with pytest.raises(LeadershipLost):
         job.transact(Create("b"))
-    next_leadership.store.close()  # does nothing: only the contender closes its session
+    next_leadership.store.close()  # does nothing: only the candidate closes its session
     next_leadership.store.transact(Create("b"))
     session.close()
 
@@ -521,11 +521,11 @@ def test_invalid_arguments_are_refused():
 
 
 def test_terms_grow_and_every_write_is_in_the_current_term(world):
-    """Three contenders lead in turn, and their sessions expire at any moment."""
-    contenders = [world.contender(name) for name in "abc"]
+    """Three candidates lead in turn, and their sessions expire at any moment."""
+    candidates = [world.candidate(name) for name in "abc"]
     done = 0
     while done < 15:
-        leader = eventually(lambda: next(filter(None, (contender.leadership for contender in contenders)), None))
+        leader = eventually(lambda: next(filter(None, (candidate.leadership for candidate in candidates)), None))
         with contextlib.suppress(LeadershipLost):  # it has not noticed yet
             leader.store.transact(Create(f"work-{leader.term}"))
             world.server.expire(leader.store.session)
