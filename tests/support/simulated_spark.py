@@ -161,7 +161,7 @@ class Executor:
         if (gateway := self.gateways.get(frame["evaluation"])) is None:
             return
         self.scheduler.point(f"before {frame.kind} to a task", switches=False)
-        gateway.took(frame)
+        gateway._handle(frame)
         if frame.kind == "EVENTS":
             last = frame["first"] + len(frame["payloads"]) - 1
             self.host.received("1", encode("ACCEPTED", evaluation=gateway.id, sequence=last))
