@@ -5,10 +5,13 @@ Both are retried, and both may be repeated by another driver.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
+
+from tenacity import Retrying, retry_if_result, stop_after_attempt, stop_after_delay, wait_exponential
 
 from stagecrew.errors import (
     CommitConflict,
@@ -94,28 +97,33 @@ class RollForward:
         return report_of(self._commit_id, self._record)
 
     def _apply(self) -> None:
-        pause = _PAUSE
-        for number in range(1, _TRIES + 1):
-            try:
-                self._sink.commit(self._staging, self._record["messages"])
-                return
-            except CommitConflict as conflict:
-                if self._is_visible():
-                    return
+        numbers = itertools.count(1)
+        Retrying(
+            retry=retry_if_result(lambda applied: not applied),
+            wait=wait_exponential(multiplier=_PAUSE),
+            sleep=self._sleep,
+        )(lambda: self._try_to_apply(is_last=next(numbers) == _TRIES))
+
+    def _try_to_apply(self, is_last: bool) -> bool:
+        """Returns whether the commit is applied now. Raises if it must not be tried again."""
+        try:
+            self._sink.commit(self._staging, self._record["messages"])
+        except CommitConflict as conflict:
+            if not self._is_visible():
                 self._refuse(conflict)
                 raise
-            except RecordUnreadable:
-                raise  # a retry would read the same record
-            except Exception as error:
-                self._check_other_drivers(error, is_last=number == _TRIES)
-                _log.warning(
-                    "commit %r is decided but could not be applied, and is retried: %s: %s",
-                    self._commit_id,
-                    type(error).__name__,
-                    error,
-                )
-                self._sleep(pause)
-                pause *= 2
+        except RecordUnreadable:
+            raise  # a retry would read the same record
+        except Exception as error:
+            self._check_other_drivers(error, is_last)
+            _log.warning(
+                "commit %r is decided but could not be applied, and is retried: %s: %s",
+                self._commit_id,
+                type(error).__name__,
+                error,
+            )
+            return False
+        return True
 
     def _is_visible(self) -> bool:
         try:
@@ -225,18 +233,17 @@ def discard(sink: Committer, staging: Staging, kept: Sequence[Message], sleep: C
 
     Logs a warning for data that it could not delete.
     """
-    pause, due = _PAUSE, time.monotonic() + _RETRY_LIMIT
-    for tries_left in reversed(range(_TRIES if sleep else 1)):
-        try:
-            sink.discard(staging, kept)
-            return
-        except Exception:
-            if sleep is None or not tries_left or time.monotonic() > due:
-                text = _LEFTOVER if kept else _ORPHANS
-                _log.warning(text, staging.commit_id, name_of_sink(sink), staging.run, exc_info=True)
-                return
-        sleep(pause)
-        pause *= 2
+    retrying = Retrying(
+        stop=stop_after_attempt(_TRIES if sleep else 1) | stop_after_delay(_RETRY_LIMIT),
+        wait=wait_exponential(multiplier=_PAUSE),
+        sleep=sleep or time.sleep,
+        reraise=True,
+    )
+    try:
+        retrying(sink.discard, staging, kept)
+    except Exception:
+        text = _LEFTOVER if kept else _ORPHANS
+        _log.warning(text, staging.commit_id, name_of_sink(sink), staging.run, exc_info=True)
 
 
 def report_of(commit_id: str, record: Record) -> CommitReport:

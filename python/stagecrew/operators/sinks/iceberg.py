@@ -115,17 +115,19 @@ class IcebergSink:
     def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
         """See `Committer.commit`."""
         from pyiceberg.exceptions import CommitFailedException
+        from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
         location = self._location(staging)
         files = [f"{location}/{file_of(staging.commit_id, message)}" for message in messages]
-        for number in range(1, _TRIES + 1):
-            try:
-                with self._table() as table:
-                    self._add(table, staging, files)
-                return
-            except CommitFailedException:
-                if number == _TRIES:
-                    raise  # the table changes all the time, which is not a conflict: the commit stays decided
+        # After the last try the table changes all the time, which is not a conflict: the commit stays decided.
+        retrying = Retrying(
+            retry=retry_if_exception_type(CommitFailedException), stop=stop_after_attempt(_TRIES), reraise=True
+        )
+        retrying(self._add_to_table, staging, files)
+
+    def _add_to_table(self, staging: Staging, files: list[str]) -> None:
+        with self._table() as table:
+            self._add(table, staging, files)
 
     def _add(self, table: Table, staging: Staging, files: list[str]) -> None:
         if _snapshot(table, _PROPERTY, staging.commit_id):
