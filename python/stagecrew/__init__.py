@@ -1,9 +1,10 @@
 """Coordination for Apache Spark, from Python: listeners, topologies, operators and jobs that survive the driver.
 
-This module has the names that most users type. Errors are in `stagecrew.errors`, ready-made operators and their sinks in
-`stagecrew.operators`, jobs in `stagecrew.recovery`, and fakes for tests in `stagecrew.testing`.
+This module has the names that most users type. Errors are in `stagecrew.errors`, ready-made operators and their sinks
+in `stagecrew.operators`, jobs in `stagecrew.recovery`, and fakes for tests in `stagecrew.testing`.
 
-`import stagecrew` loads neither PySpark nor anything that starts a thread, because Spark's Python daemons import it too.
+`import stagecrew` loads neither PySpark nor anything that starts a thread, because Spark's Python daemons import it,
+too.
 """
 
 from __future__ import annotations

@@ -155,8 +155,10 @@ def doctor(context: click.Context, master: str, no_spark: bool, as_json: bool) -
     "--database",
     metavar="URL",
     envvar="STAGECREW_DEMO_DATABASE",
-    help="A PostgreSQL database (14 or newer), as postgresql://user@host:5432/name. By default the demo creates an SQLite "
-    "file. Other users of this machine can read a password on the command line: put it into ~/.pgpass or PGPASSWORD, or "
+    help="A PostgreSQL database (14 or newer), as postgresql://user@host:5432/name. By default the demo creates an "
+    "SQLite "
+    "file. Other users of this machine can read a password on the command line: put it into ~/.pgpass or PGPASSWORD, "
+    "or "
     "the whole URL into STAGECREW_DEMO_DATABASE.",
 )
 @click.option(

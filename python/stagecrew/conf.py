@@ -33,19 +33,22 @@ KEYS: Final[tuple[Key, ...]] = (
         "names",
         "",
         "Python listeners for the whole application, `module:name` separated by commas. A name is a listener, a "
-        "`Listener` class without arguments or a resource without arguments. The modules are imported on the executors.",
+        "`Listener` class without arguments or a resource without arguments. The modules are imported on the "
+        "executors.",
     ),
     Key(
         "spark.stagecrew.jvmListeners",
         "classes",
         "",
-        "JVM listeners for the whole application: classes that implement `stagecrew.TopologyListener`, separated by commas.",
+        "JVM listeners for the whole application: classes that implement `stagecrew.TopologyListener`, separated by "
+        "commas.",
     ),
     Key(
         "spark.stagecrew.open.timeout",
         "duration",
         "60s",
-        "How long one `open` of a listener may take. After that it is interrupted; if it ignores this, its process is ended.",
+        "How long one `open` of a listener may take. After that it is interrupted; if it ignores this, its process is "
+        "ended.",
     ),
     Key(
         "spark.stagecrew.close.timeout",
@@ -63,7 +66,8 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.channel.timeout",
         "duration",
         "10s",
-        "How long a connection to an executor's channel may take to identify itself, and how long a Python process waits "
+        "How long a connection to an executor's channel may take to identify itself, and how long a Python process "
+        "waits "
         "for a reply of its executor.",
     ),
     Key(
@@ -89,14 +93,16 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.ui.retainedDeadExecutors",
         "count",
         "100",
-        "How many lost executors of a running topology are listed one by one: the last ones. The counts of the others are "
+        "How many lost executors of a running topology are listed one by one: the last ones. The counts of the others "
+        "are "
         "summed up under `forgotten`.",
     ),
     Key(
         "spark.stagecrew.eventLog.interval",
         "duration",
         "10s",
-        "With `spark.eventLog.enabled`: how often the state of a changed topology is written to the event log. Its start "
+        "With `spark.eventLog.enabled`: how often the state of a changed topology is written to the event log. Its "
+        "start "
         "and its end are written at once.",
     ),
     Key(
@@ -109,7 +115,8 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.processes.interval",
         "duration",
         "10s",
-        "How often an executor samples memory, CPU time, threads and open files of its Python processes; `0` for never.",
+        "How often an executor samples memory, CPU time, threads and open files of its Python processes; `0` for "
+        "never.",
     ),
     Key(
         "spark.stagecrew.shuffle.delegate",
@@ -128,7 +135,8 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.request.timeout",
         "duration",
         "60s",
-        "How long a request of a task may wait for room to be sent, and then for its reply; and how long a task that has "
+        "How long a request of a task may wait for room to be sent, and then for its reply; and how long a task that "
+        "has "
         "sent many events waits until its coordinator handles some of them.",
     ),
     Key(

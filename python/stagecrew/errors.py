@@ -130,7 +130,10 @@ class HookTimeout(ListenerError, TimeoutError):
 
 
 class TopologyError(StagecrewError):
-    """A topology is not in the state that the call needs. A topology runs once: create a new one after it has closed."""
+    """A topology is not in the state that the call needs.
+
+    A topology runs once: create a new one after it has closed.
+    """
 
 
 class ResourceNotOpen(TopologyError):
@@ -175,8 +178,8 @@ class EvaluationEnded(CoordinationError):
 class EventRejected(CoordinationError):
     """An event, request or reply cannot be sent.
 
-    It cannot be pickled: send the values that it was created from. Or it is larger than `spark.stagecrew.event.maxSize`:
-    store it, and send its location.
+    It cannot be pickled: send the values that it was created from. Or it is larger than
+    `spark.stagecrew.event.maxSize`: store it, and send its location.
     """
 
 
