@@ -49,8 +49,7 @@ private[stagecrew] object Metrics {
   /** Histograms of the last minute on each executor, by the kind of span. (A Dropwizard timer has another unit in
     * each sink.) */
   val times: Seq[(String, String)] = Seq(
-    "open" -> "listeners.open.duration.micros",
-    "close" -> "listeners.close.duration.micros",
+    "open" -> "listeners.open.duration.micros", "close" -> "listeners.close.duration.micros",
     "task" -> "tasks.duration.micros")
 
   def registerDriver(registry: MetricRegistry, crew: DriverCrew): Unit = {
@@ -64,7 +63,7 @@ private[stagecrew] object Metrics {
     val durations = times.map { case (kind, name) =>
       kind -> registry.register(name, new Histogram(new SlidingTimeWindowArrayReservoir(1, TimeUnit.MINUTES)))
     }.toMap
-    ledger.timed = (kind, micros) => durations.get(kind).foreach(_.update(micros))
+    ledger.onDuration = (kind, micros) => durations.get(kind).foreach(_.update(micros))
   }
 
   private def gauge(registry: MetricRegistry, name: String)(f: => Long): Unit =

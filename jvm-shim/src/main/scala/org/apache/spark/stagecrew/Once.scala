@@ -11,36 +11,36 @@ import scala.jdk.CollectionConverters._
  * others.
  */
 private[stagecrew] final class Once[T](pool: Executor) {
-  private val known = new ConcurrentHashMap[String, CompletableFuture[T]]()
+  private val values = new ConcurrentHashMap[String, CompletableFuture[T]]()
 
   /** The value of a key. Throws what making it threw. */
   def of(key: String)(make: => T): T = {
-    val mine = new CompletableFuture[T]()
-    val shared = Option(known.putIfAbsent(key, mine)).getOrElse {
-      try pool.execute(() => complete(key, mine)(make))
-        catch { case error: Throwable => known.remove(key, mine); throw error }
-      mine
+    val created = new CompletableFuture[T]()
+    val shared = Option(values.putIfAbsent(key, created)).getOrElse {
+      try pool.execute(() => complete(key, created)(make))
+        catch { case error: Throwable => values.remove(key, created); throw error }
+      created
     }
     try shared.get() catch { case failed: ExecutionException => throw failed.getCause }
   }
 
-  private def complete(key: String, mine: CompletableFuture[T])(make: => T): Unit = try mine.complete(make) catch {
+  private def complete(key: String, value: CompletableFuture[T])(make: => T): Unit = try value.complete(make) catch {
     case error: Throwable =>
-      known.remove(key, mine)
-      mine.completeExceptionally(error)
+      values.remove(key, value)
+      value.completeExceptionally(error)
   }
 
   /** The value, if it has been made. */
   def now(key: String): Option[T] =
-    Option(known.get(key)).filter(value => value.isDone && !value.isCompletedExceptionally).map(_.get())
+    Option(values.get(key)).filter(value => value.isDone && !value.isCompletedExceptionally).map(_.get())
 
   /** The value that is being made. */
-  def pending(key: String): Option[CompletableFuture[T]] = Option(known.get(key)).filterNot(_.isDone)
+  def pending(key: String): Option[CompletableFuture[T]] = Option(values.get(key)).filterNot(_.isDone)
 
-  def keys: Seq[String] = known.keySet.asScala.toSeq
+  def keys: Seq[String] = values.keySet.asScala.toSeq
 
-  def forget(key: String): Unit = known.remove(key)
+  def forget(key: String): Unit = values.remove(key)
 
   /** Forgets the values that have been made and satisfy a condition. */
-  def forgetAll(which: T => Boolean): Unit = keys.filter(now(_).exists(which)).foreach(forget)
+  def forgetAll(condition: T => Boolean): Unit = keys.filter(now(_).exists(condition)).foreach(forget)
 }

@@ -58,7 +58,7 @@ class ChannelsSuite extends AnyFunSuite {
     val settings = new Settings(new SparkConf(false)
       .set(Settings.ChannelTimeout, s"${timeoutMs}ms").set(Settings.MaxFrame, "64k"))
     val echo = new Echo
-    val channels = new Channels(folder, settings, "1.0", () => "welcome", echo)
+    val channels = new Channels(folder, settings, "1.0", "executor 1", () => "welcome", echo)
     try {
       val token = Json.parse(Files.readString(channels.place)).get("token").asText
       body(channels, echo, token)
@@ -213,7 +213,7 @@ class ChannelsSuite extends AnyFunSuite {
   test("more unauthenticated connections than the limit are refused, and closed ones do not count") {
     withChannels { (channels, _, token) =>
       val good = known(channels.port, token)
-      val strangers = Vector.fill(Channels.MaxStrangers + 20)(new Client(channels.port))
+      val strangers = Vector.fill(Channels.MaxUnauthenticated + 20)(new Client(channels.port))
       assert(good.served(1))
       strangers.foreach(stranger => assert(stranger.refused()))
       stillServes(channels, token, good)

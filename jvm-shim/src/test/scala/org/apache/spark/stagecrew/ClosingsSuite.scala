@@ -7,8 +7,8 @@ import org.scalatest.concurrent.Eventually._
 import org.scalatest.funsuite.AnyFunSuite
 import org.scalatest.time.{Seconds, Span}
 import org.apache.spark.stagecrew.executor.{Agent, Closings, Ledger, Loop, Processes, TopologyTable}
-import org.apache.spark.stagecrew.listeners.{ExecutorListeners, Where}
-import org.apache.spark.stagecrew.partitions.{CachedBlock, Taken}
+import org.apache.spark.stagecrew.listeners.{ExecutorListeners, ListenerContext}
+import org.apache.spark.stagecrew.partitions.{CachedBlock, Deletions}
 import org.apache.spark.stagecrew.spark.Reply
 import org.apache.spark.stagecrew.wire.{Description, Entry, Link}
 
@@ -47,11 +47,11 @@ class ClosingsSuite extends AnyFunSuite {
       override def schedule(ms: Long)(f: => Unit): Unit = due += (() => f)
     }
     private val agent = new Agent(() => null, settings, "", _ => ())
-    val sides = new ExecutorListeners(settings, ledger, processes, agent, pool, _ => Where("app", "t", "t", "1", "host", java.util.Map.of()))
+    val executorListeners = new ExecutorListeners(settings, ledger, processes, agent, pool, _ => ListenerContext("app", "t", "t", "1", "host", java.util.Map.of()))
     val released = mutable.Buffer.empty[String]
-    var releasing = CompletableFuture.completedFuture(Taken(blocks = Map(CachedBlock(7, 0) -> 1L)))
-    val taken = mutable.Buffer.empty[Option[Taken]]
-    val closings = new Closings("1", table, processes, sides, pool, loop)(
+    var releasing = CompletableFuture.completedFuture(Deletions(blocks = Map(CachedBlock(7, 0) -> 1L)))
+    val taken = mutable.Buffer.empty[Option[Deletions]]
+    val closings = new Closings("1", table, processes, executorListeners, pool, loop)(
       topology => { released += topology; releasing },
       (_, unclosed, gone) => { replies += unclosed; taken += gone; Array.emptyByteArray }, closed += _)
     private var pids = 100L
@@ -61,14 +61,14 @@ class ClosingsSuite extends AnyFunSuite {
       val name = s"p$pids"
       val link = Links.link(name, role, pids) { frame => sent += name -> frame.text("topology"); () }
       processes.connected(link)
-      processes.touched(link, "t")
+      processes.addTopology(link, "t")
       processes.hookBegan(link, "t", 0, "open", Long.MaxValue)
       processes.hookEnded(link, "t", 0, "open", failed = false, 1, "")
       link
     }
 
     def end(): Unit = loop.inLoop(closings.end("t", 1000, Some(new Reply {
-      override def answer(bytes: Array[Byte]): Unit = ()
+      override def send(bytes: Array[Byte]): Unit = ()
       override def fail(error: Throwable): Unit = ()
     })))
 
@@ -96,24 +96,24 @@ class ClosingsSuite extends AnyFunSuite {
   test("partitions are released after attempts and listeners, and the close waits for them") {
     val f = new Fixture
     val worker = f.link()
-    f.releasing = new CompletableFuture[Taken]()
+    f.releasing = new CompletableFuture[Deletions]()
     f.end()
     assert(f.released.isEmpty)
     f.said(worker)
     assert(f.released == Seq("t"))
     assert(f.replies.isEmpty)
-    f.releasing.complete(Taken(blocks = Map(CachedBlock(7, 0) -> 1L)))
-    assert(f.taken == Seq(Some(Taken(blocks = Map(CachedBlock(7, 0) -> 1L)))))
+    f.releasing.complete(Deletions(blocks = Map(CachedBlock(7, 0) -> 1L)))
+    assert(f.taken == Seq(Some(Deletions(blocks = Map(CachedBlock(7, 0) -> 1L)))))
     assert(f.replies == Seq(Nil))
     assert(f.closed == Seq("t"))
   }
 
   test("a slow release of partitions is named, and a failed one does not stop the close") {
     val f = new Fixture
-    f.releasing = new CompletableFuture[Taken]()
+    f.releasing = new CompletableFuture[Deletions]()
     f.end()
     f.timeIsOver()
-    assert(f.replies == Seq(Seq("partitions that are still being deleted on executor 1")))
+    assert(f.replies == Seq(Seq("partitions still being deleted on executor 1")))
     assert(f.taken == Seq(None))
     f.releasing.completeExceptionally(new IllegalStateException)
     assert(f.closed == Seq("t"))
@@ -189,7 +189,7 @@ class ClosingsSuite extends AnyFunSuite {
     f.table.begin(3, Seq("t"))
     f.end()
     f.timeIsOver()
-    assert(f.replies == Seq(Seq("attempt 3 on executor 1 still runs")))
+    assert(f.replies == Seq(Seq("attempt 3 on executor 1 is still running")))
   }
 
   test("a latch opens when everything is closed, also if nothing was open") {
@@ -205,7 +205,7 @@ class ClosingsSuite extends AnyFunSuite {
     val jvm = Entry(0, "jvm", "l", classOf[ClosingsSuite.Counting].getName, Some("jvm"), Some("application"), required = true, None)
     val description = Description("t", "t", None, Vector(jvm))()
     f.hold = true
-    val waiting = new Thread(() => try { f.sides.opened(description); () } catch { case _: InterruptedException => () })
+    val waiting = new Thread(() => try { f.executorListeners.open(description); () } catch { case _: InterruptedException => () })
     waiting.start()
     eventually(timeout(Span(10, Seconds)))(assert(f.held.nonEmpty))
     waiting.interrupt() // its task was cancelled
@@ -213,7 +213,7 @@ class ClosingsSuite extends AnyFunSuite {
     f.end()
     assert(f.replies.isEmpty && f.closed.isEmpty)
     f.timeIsOver()
-    assert(f.replies == Seq(Seq("listeners that still open on executor 1")))
+    assert(f.replies == Seq(Seq("listeners still opening on executor 1")))
     f.hold = false
     f.held.foreach(_.run())
     assert(f.closed == Seq("t"))

@@ -80,18 +80,18 @@ class DescriptionsSuite extends AnyFunSuite {
   test("the execution of a query is asked for again when the last one has ended") {
     val f = new Fixture
     f.answer = _ => Frames.encode("EXECUTION", s"execution-query-run${f.asks.get}")
-    assert(f.descriptions.asked("query:q").contains("execution-query-run1"))
-    assert(f.descriptions.asked("query:q").contains("execution-query-run1"))
+    assert(f.descriptions.executionId("query:q").contains("execution-query-run1"))
+    assert(f.descriptions.executionId("query:q").contains("execution-query-run1"))
     f.descriptions.ended("execution-query-run1")
-    assert(f.descriptions.asked("query:q").contains("execution-query-run2"))
+    assert(f.descriptions.executionId("query:q").contains("execution-query-run2"))
   }
 
   test("an execution is forgotten with all stages of its job") {
     val f = new Fixture
     f.answer = _ => Frames.encode("EXECUTION", "execution-job-1")
-    (1 to 5).foreach(stage => f.descriptions.asked(s"stage:$stage"))
+    (1 to 5).foreach(stage => f.descriptions.executionId(s"stage:$stage"))
     f.descriptions.forget("execution-job-1")
     f.answer = _ => Frames.encode("EXECUTION", "execution-job-2")
-    (1 to 5).foreach(stage => assert(f.descriptions.asked(s"stage:$stage").contains("execution-job-2")))
+    (1 to 5).foreach(stage => assert(f.descriptions.executionId(s"stage:$stage").contains("execution-job-2")))
   }
 }

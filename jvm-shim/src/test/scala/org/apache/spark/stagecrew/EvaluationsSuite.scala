@@ -15,9 +15,9 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   /** Attempts 1 to 9 run here. */
   private object attempts extends Evaluations.Attempts {
     val failures = mutable.Map.empty[Long, String]
-    val over = mutable.Set.empty[Long]
-    override def runs(attempt: Long): Boolean = attempt < 10 && !over(attempt)
-    override def failed(attempt: Long): Option[String] = failures.get(attempt)
+    val ended = mutable.Set.empty[Long]
+    override def runs(attempt: Long): Boolean = attempt < 10 && !ended(attempt)
+    override def failureReason(attempt: Long): Option[String] = failures.get(attempt)
     override def stageOf(attempt: Long): (Int, Int) = (2, 8)
   }
 
@@ -50,7 +50,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   private def arrives(frames: Array[Byte]*): Unit = {
     val all = new ByteArrayOutputStream
     frames.foreach(all.write(_))
-    evaluations.arrived(ByteBuffer.wrap(all.toByteArray))
+    evaluations.onDriverMessage(ByteBuffer.wrap(all.toByteArray))
   }
 
   private def ready(evaluation: Long, attempt: Long) =
@@ -78,19 +78,19 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   test("the end of an attempt ends its evaluations, and later frames are refused") {
     says(ready(1, 1), ready(2, 2))
     kinds(driver)
-    evaluations.attemptOver(1, Some("killed"))
+    evaluations.attemptEnded(1, Some("killed"))
     assert(driver.map(frame => (frame.kind, frame.long("evaluation"), frame.text("outcome"))) == Seq(("ENDED", 1, "failed")))
     kinds(driver)
     assert(kinds(worker) == List("ABORT"))
     says(request(1, 1), request(2, 1))
     assert(kinds(driver) == List("REQUEST") && kinds(worker) == List("ABORT"))
-    evaluations.attemptOver(2, None)
+    evaluations.attemptEnded(2, None)
     assert(driver.map(_.text("outcome")) == Seq("abandoned"))
   }
 
   test("an abandoned evaluation is notified, because it may wait for an event") {
     says(ready(1, 1))
-    evaluations.attemptOver(1, None)
+    evaluations.attemptEnded(1, None)
     assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq(("ABORT", "Spark needed no more of its rows")))
   }
 
@@ -103,8 +103,8 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     kinds(worker)
     says(ready(3, 1))
     assert(kinds(driver) == List("READY", "ENDED") && kinds(worker) == List("ABORT"))
-    attempts.over += 1
-    evaluations.attemptOver(1, Some("killed"))
+    attempts.ended += 1
+    evaluations.attemptEnded(1, Some("killed"))
     kinds(driver)
     says(ready(4, 1))
     assert(driver.map(_.kind) == Seq("READY", "ENDED") && driver.last.text("outcome") == "failed")
@@ -131,7 +131,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   }
 
   test("the driver gets a begin before its end, also if the attempt fails meanwhile") {
-    meanwhile = Some(() => evaluations.attemptOver(1, Some("its attempt failed")))
+    meanwhile = Some(() => evaluations.attemptEnded(1, Some("its attempt failed")))
     says(ready(3, 1))
     assert(driver.map(_.kind) == Seq("READY", "ENDED"))
     assert((driver.last.text("outcome"), driver.last.text("reason")) == (("failed", "its attempt failed")))
@@ -147,7 +147,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   test("the evaluations of a worker end with its link") {
     val link = says(ready(1, 1), ready(2, 1))
     kinds(driver)
-    evaluations.gone(link)
+    evaluations.disconnected(link)
     assert(driver.map(_.long("evaluation")).toSet == Set(1, 2) && kinds(driver).toSet == Set("ENDED"))
   }
 

@@ -12,7 +12,7 @@ class ExecutionsSuite extends AnyFunSuite {
     val runs = mutable.Map.empty[String, String] // query id -> run
     val due = mutable.ArrayBuffer.empty[() => Unit]
     val executions = new Executions(
-      new Executions.Books {
+      new Executions.SparkState {
         def jobOfStage(stage: Int): Option[Int] = stages.get(stage)
         def jobRuns(job: Int): Boolean = jobs(job)
         def sqlRuns(execution: Long): Boolean = sql(execution)

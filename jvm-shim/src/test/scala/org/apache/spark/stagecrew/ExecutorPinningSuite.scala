@@ -9,7 +9,7 @@ import org.apache.spark.stagecrew.driver.ExecutorPinning
 class ExecutorPinningSuite extends AnyFunSuite with OneInstancePerTest {
   private val running = mutable.HashMap.empty[String, Int].withDefaultValue(0)
   private var dropped = false
-  private val busy: ExecutorPinning = new ExecutorPinning((executor, begins) => running(executor) += (if (begins) 1 else -1), () => if (!dropped) busy.tell())
+  private val busy: ExecutorPinning = new ExecutorPinning((executor, begins) => running(executor) += (if (begins) 1 else -1), () => if (!dropped) busy.notifySpark())
 
   test("an executor is pinned while a topology closes there, for each topology") {
     busy.begins("a", Seq("1", "2"))
@@ -33,7 +33,7 @@ class ExecutorPinningSuite extends AnyFunSuite with OneInstancePerTest {
     busy.remind()
     assert(running == Map("1" -> 0, "2" -> 1))
     busy.remind()
-    busy.tell()
+    busy.notifySpark()
     busy.ends("b", "2")
     assert(running == Map("1" -> 0, "2" -> 0))
   }

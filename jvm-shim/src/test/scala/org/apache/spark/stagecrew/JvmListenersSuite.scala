@@ -8,7 +8,7 @@ import org.scalatest.funsuite.AnyFunSuite
 import scala.jdk.CollectionConverters._
 import stagecrew.{TopologyContext, TopologyListener}
 import org.apache.spark.stagecrew.executor.{ExecutorCrew, Ledger, ListenerCounts}
-import org.apache.spark.stagecrew.listeners.{JvmListeners, OpenFailedException, Where}
+import org.apache.spark.stagecrew.listeners.{JvmListeners, OpenFailedException, ListenerContext}
 import org.apache.spark.stagecrew.wire.Entry
 
 object JvmListenersSuite {
@@ -69,7 +69,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
 
   // Long for a hook that does nothing, on a busy machine too.
   private val settings = new Settings(new SparkConf(false).set(Settings.OpenTimeout, "1s").set(Settings.CloseTimeout, "1s"))
-  private val where = Where("app", "enrich", "t", "7", "host", Collections.emptyMap())
+  private val where = ListenerContext("app", "enrich", "t", "7", "host", Collections.emptyMap())
   private val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("suite"))
   private var ledger = new Ledger
 
@@ -154,7 +154,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
 
   test("the time of a failed or interrupted hook is in the sums and in the timeline") {
     val timed = scala.collection.mutable.Map.empty[String, Long]
-    ledger.timed = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
+    ledger.onDuration = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
     intercept[OpenFailedException](listeners(classOf[A], classOf[Hanging]).open())
     assert(counts(1).openMicros >= 1000000)
     assert(timed("open") == counts(0).openMicros + counts(1).openMicros && timed("close") == counts(0).closeMicros + counts(1).closeMicros)

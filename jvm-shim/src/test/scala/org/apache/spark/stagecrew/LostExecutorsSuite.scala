@@ -59,8 +59,8 @@ class LostExecutorsSuite extends AnyFunSuite {
       val totals = counts(random).totals
       wanted += totals
       assert(book.record(s"$i", 2, totals) && book.record(s"$i", 1, Totals(opens = 1000000)) && book.sum == wanted)
-      book.lose(s"$i")
-      book.lose(s"$i")
+      book.executorLost(s"$i")
+      book.executorLost(s"$i")
       assert(book.sum == wanted && book.size <= 5)
     }
     assert(!book.record("1", 9, Totals(opens = 1000000)) && book.sum == wanted && book.size == 5)

@@ -4,7 +4,7 @@ import org.scalatest.OneInstancePerTest
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
 import org.apache.spark.stagecrew.executor.PartitionCounts
-import org.apache.spark.stagecrew.partitions.{CachedBlock, Ending, Output, PartitionTable, Taken}
+import org.apache.spark.stagecrew.partitions.{CachedBlock, Ending, Output, PartitionTable, Deletions}
 import org.apache.spark.stagecrew.wire.Description
 
 /** The books of stored partitions: by hand, and in all short orders and many long ones beside a model of plain sets. */
@@ -24,7 +24,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.inventory.isEmpty)
     assert(table.finished(1, Output(0, 1), 10).isEmpty)
     table.failed(2, Output(0, 2))
-    table.over(3)
+    table.attemptEnded(3)
     assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
     assert(table.inventory == Map("a" -> (Set(0), Set.empty)))
   }
@@ -32,7 +32,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
   test("the end of an attempt keeps finished outputs, and forgets the others") {
     write(1, "a", 0)
     table.setUp(1, "a", Output(1, 1))
-    table.over(1)
+    table.attemptEnded(1)
     assert(table.finished(1, Output(1, 1), 10).isEmpty)
     assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
   }
@@ -50,17 +50,17 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     write(3, "b", 2)
     table.setUp(4, "a", Output(1, 4))
     table.end("a", Ending(outputs = true))
-    assert(table.take("a") == Taken(Map(Output(0, 1) -> 10L, Output(1, 2) -> 10L)))
+    assert(table.release("a") == Deletions(Map(Output(0, 1) -> 10L, Output(1, 2) -> 10L)))
     assert(table.stored("a") == PartitionCounts(inProgress = 1))
     assert(table.stored("b") == PartitionCounts(outputs = 1, outputBytes = 10))
-    assert(table.take("a") == Taken())
+    assert(table.release("a") == Deletions())
   }
 
   test("an output that finishes after the end of its topology is deleted by its own thread") {
     table.setUp(1, "a", Output(0, 1))
     table.end("a", Ending(outputs = true))
     assert(table.finished(1, Output(0, 1), 10).contains("a"))
-    assert(table.take("a") == Taken())
+    assert(table.release("a") == Deletions())
     assert(table.isEmpty)
   }
 
@@ -72,10 +72,10 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.end("a", Ending(outputs = true, heirs = Map(0 -> Some("b"), 1 -> None)))
     assert(table.finished(3, Output(0, 3), 10).isEmpty)
     assert(table.finished(4, Output(1, 4), 10).isEmpty)
-    assert(table.take("a") == Taken())
+    assert(table.release("a") == Deletions())
     assert(table.stored("b") == PartitionCounts(outputs = 2, outputBytes = 20))
     table.end("b", Ending(outputs = true))
-    assert(table.take("b").outputs.keySet == Set(Output(0, 1), Output(0, 3)))
+    assert(table.release("b").outputs.keySet == Set(Output(0, 1), Output(0, 3)))
     assert(table.isEmpty)
   }
 
@@ -87,9 +87,9 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.stored("b") == PartitionCounts(outputs = 1, outputBytes = 10))
     assert(table.finished(2, Output(0, 2), 10).isEmpty)
     table.end("b", Ending(outputs = true))
-    assert(table.take("b").outputs.keySet == Set(Output(0, 1), Output(0, 2)))
+    assert(table.release("b").outputs.keySet == Set(Output(0, 1), Output(0, 2)))
     assert(table.finished(3, Output(0, 3), 10).contains("a"))
-    assert(table.take("a") == Taken())
+    assert(table.release("a") == Deletions())
     assert(table.isEmpty)
   }
 
@@ -103,7 +103,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
         "b" -> Ending(outputs = true, heirs = Map(0 -> Some("c"))), "c" -> Ending(outputs = true, heirs = Map(0 -> None)))
       order.foreach(topology => table.end(topology, endings(topology)))
       assert(table.finished(2, Output(0, 2), 10).isEmpty, order) // the application's
-      order.foreach(topology => assert(table.take(topology) == Taken(), order))
+      order.foreach(topology => assert(table.release(topology) == Deletions(), order))
       assert(table.isEmpty, order)
     }
   }
@@ -113,14 +113,14 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     write(2, Description.Application, 1)
     table.end("a", Ending(outputs = true, unclaimed = Set(0)))
     write(3, Description.Application, 0) // of a job that began while its listeners closed
-    assert(table.take("a") == Taken(Map(Output(0, 1) -> 10L)))
+    assert(table.release("a") == Deletions(Map(Output(0, 1) -> 10L)))
     assert(table.stored(Description.Application) == PartitionCounts(outputs = 2, outputBytes = 20))
   }
 
   test("a topology that the driver has not ended stays booked when the executor ends") {
     write(1, "a", 0)
-    assert(table.take("a") == Taken())
-    assert(table.abandon() == Seq(Output(0, 1)))
+    assert(table.release("a") == Deletions())
+    assert(table.driverLost() == Seq(Output(0, 1)))
   }
 
   test("blocks are counted where they were stored last, and released only if the topology asks for it") {
@@ -131,10 +131,10 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.block("b", CachedBlock(2, 0), None)
     assert(table.stored("a") == PartitionCounts(blocks = 2, blockBytes = 8))
     table.end("a", Ending(outputs = true, blocks = true, keptCaches = Set(3)))
-    assert(table.take("a") == Taken(blocks = Map(CachedBlock(1, 0) -> 7L)))
+    assert(table.release("a") == Deletions(blocks = Map(CachedBlock(1, 0) -> 7L)))
     table.block("b", CachedBlock(4, 0), Some(5))
     table.end("b", Ending(outputs = true))
-    assert(table.take("b") == Taken())
+    assert(table.release("b") == Deletions())
     assert(table.isEmpty)
   }
 
@@ -145,9 +145,9 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.forget(Seq(0, 77), Seq(1, 77))
     assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
     table.failed(9, Output(9, 9))
-    table.over(9)
+    table.attemptEnded(9)
     assert(table.finished(9, Output(9, 9), 1).isEmpty)
-    assert(table.take("nobody") == Taken())
+    assert(table.release("nobody") == Deletions())
     table.forget(Seq(1), Nil)
     assert(table.isEmpty)
   }
@@ -156,13 +156,13 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     write(1, "a", 0)
     table.end("a", Ending(outputs = true))
     table.end("a", Ending(outputs = false))
-    assert(table.take("a").outputs.keySet == Set(Output(0, 1)))
+    assert(table.release("a").outputs.keySet == Set(Output(0, 1)))
   }
 
   test("without a driver all finished outputs are deleted, also those that finish later") {
     write(1, "a", 0)
     table.setUp(2, "b", Output(0, 2))
-    assert(table.abandon() == Seq(Output(0, 1)))
+    assert(table.driverLost() == Seq(Output(0, 1)))
     assert(table.finished(2, Output(0, 2), 10).contains("b"))
     table.block("a", CachedBlock(1, 0), Some(5))
     assert(table.isEmpty)
@@ -201,7 +201,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
         }
       }
 
-    def end(topology: String, told: Ending): Unit = if (!endings.contains(topology)) {
+    def end(topology: String, ending: Ending): Unit = if (!endings.contains(topology)) {
       def after(heirs: Map[Int, Option[String]]): Map[Int, Option[String]] = heirs.flatMap { case (shuffle, heir) =>
         heir.flatMap(endings.get) match {
           case None => Some(shuffle -> heir)
@@ -209,7 +209,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
           case Some(ended) => if (ended.outputs) None else Some(shuffle -> None)
         }
       }
-      endings += topology -> told.copy(heirs = after(told.heirs))
+      endings += topology -> ending.copy(heirs = after(ending.heirs))
       endings = endings.map { case (other, ending) => other -> ending.copy(heirs = after(ending.heirs)) }
       val heirs = endings(topology).heirs
       outputs = outputs.flatMap {
@@ -218,7 +218,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
       }
     }
 
-    def take(topology: String): Taken = if (!endings.contains(topology)) Taken() else {
+    def release(topology: String): Deletions = if (!endings.contains(topology)) Deletions() else {
       val ending = endings(topology)
       endings -= topology
       val (alone, others) = outputs.partition(_._1._1 == topology)
@@ -226,7 +226,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
       val (blocked, otherBlocks) = blocks.partition(_._1._1 == topology)
       blocks = otherBlocks
       val gone = blocked.filter(b => ending.blocks && !ending.keptCaches(b._1._2.rdd))
-      Taken(
+      Deletions(
         if (ending.outputs) alone.map { case ((_, output), bytes) => output -> bytes } else Map.empty,
         gone.map { case ((_, block), bytes) => block -> bytes })
     }
@@ -244,7 +244,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
       Seq[Operation](
         (t, m) => { t.setUp(attempt, owner, output); m.progress += ((attempt, owner, output)) },
         (t, m) => assert(t.finished(attempt, output, attempt) == m.finished(attempt, output, attempt)),
-        (t, m) => { t.over(attempt); m.progress = m.progress.filterNot(_._1 == attempt) })
+        (t, m) => { t.attemptEnded(attempt); m.progress = m.progress.filterNot(_._1 == attempt) })
     }
     val ends = Seq[(String, Ending)](
       "a" -> Ending(outputs = true, blocks = true, heirs = Map(0 -> Some("b")), keptCaches = Set(1)),
@@ -253,7 +253,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     }
     val takes = topologies.map { topology =>
       ((t, m) => {
-        val (found, expected) = (t.take(topology), m.take(topology))
+        val (found, expected) = (t.release(topology), m.release(topology))
         assert(found == expected)
         ()
       }): Operation
@@ -302,7 +302,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
           val attempt = size + round * 20L + i
           table.setUp(attempt, s"t${i % 100}", Output(i % 1000, attempt))
           table.finished(attempt, Output(i % 1000, attempt), 1)
-          table.over(attempt)
+          table.attemptEnded(attempt)
         }
         (System.nanoTime() - started) / 20.0
       }

@@ -5,7 +5,7 @@ import org.scalatest.{BeforeAndAfterEach, OneInstancePerTest}
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.mutable
 import org.apache.spark.stagecrew.executor.{Ledger, PartitionCounts}
-import org.apache.spark.stagecrew.partitions.{CachedBlock, Ending, Output, Partitions, Taken}
+import org.apache.spark.stagecrew.partitions.{CachedBlock, Ending, Output, Partitions, Deletions}
 import org.apache.spark.stagecrew.wire.{Description, Json}
 
 /** What an executor does with its table: deletes, counts, and tells. The disk is a list here. */
@@ -44,7 +44,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     partitions.end("a", Ending(outputs = true))
     assert(partitions.release("a", Map.empty).get().outputs.keySet == Set(Output(0, 1), Output(1, 2)))
     assert(deleted.toSet == Set(Output(0, 1), Output(1, 2)))
-    assert(partitions.release("a", Map.empty).get() == Taken())
+    assert(partitions.release("a", Map.empty).get() == Deletions())
     assert(ledger.of("a").partitions.released == 2)
     assert(ledger.of("a").partitions.releasedBytes == 20)
     assert(partitions.isEmpty)
@@ -83,17 +83,17 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
   test("after the driver has unpersisted datasets, gone blocks count as released, others as failures") {
     val blocks = Seq(CachedBlock(7, 0) -> 5L, CachedBlock(7, 1) -> 6L, CachedBlock(8, 0) -> 70L)
     owners(1) = "a"
-    partitions.over(1, blocks.map { case (block, bytes) => block -> Some(bytes) })
+    partitions.attemptEnded(1, blocks.map { case (block, bytes) => block -> Some(bytes) })
     here ++= blocks.map(_._1)
     partitions.end("a", Ending(outputs = true, blocks = true))
     assert(partitions.release("a", Map.empty).get().caches == Set(7, 8))
-    assert(partitions.awaits("a") && ledger.of("a").partitions.released == 0)
+    assert(partitions.awaitsUnpersist("a") && ledger.of("a").partitions.released == 0)
     here -= CachedBlock(7, 0)
     partitions.unpersisted("a", Set(7)) // somebody uses the dataset 8 again
     partitions.unpersisted("a", Set(7))
     val counts = ledger.of("a").partitions
     assert((counts.released, counts.releasedBytes, counts.releaseFailures) == (1, 5, 1))
-    assert(!partitions.awaits("a"))
+    assert(!partitions.awaitsUnpersist("a"))
   }
 
   test("outputs from an executor that left are deleted, newer outputs of the shuffle are not") {
@@ -105,9 +105,9 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     // It is reported to the driver, so that Spark knows that the executor stores nothing.
     def found(): Option[Set[Int]] = partitions.inventory(always = false).map(_.found.toSet)
     assert(found().contains(Set(4, 6, 7)))
-    partitions.answered(heard = false)
+    partitions.inventorySent(delivered = false)
     assert(found().contains(Set(4, 6, 7)))
-    partitions.answered(heard = true)
+    partitions.inventorySent(delivered = true)
     assert(found().isEmpty)
   }
 
@@ -128,37 +128,37 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
   test("a failed writer has no output in progress") {
     owners(1) = "a"
     val booking = partitions.setUp(1, Output(0, 1)).get
-    assertThrows[IllegalStateException](booking.unlessItFails(throw new IllegalStateException))
+    assertThrows[IllegalStateException](booking.reportingFailure(throw new IllegalStateException))
     assert(partitions.isEmpty)
   }
 
   test("the ledger has the stored partitions, and does not change without a change") {
     write(1, "a", 0)
-    partitions.over(1, Seq(CachedBlock(7, 0) -> Some(5L)))
-    partitions.tell()
+    partitions.attemptEnded(1, Seq(CachedBlock(7, 0) -> Some(5L)))
+    partitions.updateLedger()
     assert(ledger.of("a").partitions == PartitionCounts(outputs = 1, outputBytes = 10, blocks = 1, blockBytes = 5))
     val (number, _) = ledger.report().get
     ledger.delivered(number)
-    partitions.tell()
+    partitions.updateLedger()
     assert(ledger.report().isEmpty)
   }
 
   test("an inventory is sent after changes, from time to time, and after a failure") {
     assert(partitions.inventory(always = false).isEmpty)
     write(1, "a", 0)
-    val told = partitions.inventory(always = false).get
-    assert(Json.write(told) == """{"topologies":{"a":{"shuffles":[0],"caches":[]}},"found":[]}""")
+    val inventory = partitions.inventory(always = false).get
+    assert(Json.write(inventory) == """{"topologies":{"a":{"shuffles":[0],"caches":[]}},"found":[]}""")
     assert(partitions.inventory(always = false).isEmpty)
-    partitions.answered(heard = false)
-    assert(partitions.inventory(always = false).contains(told))
-    assert(Iterator.continually(partitions.inventory(always = false)).take(11).flatten.toSeq == Seq(told))
+    partitions.inventorySent(delivered = false)
+    assert(partitions.inventory(always = false).contains(inventory))
+    assert(Iterator.continually(partitions.inventory(always = false)).take(11).flatten.toSeq == Seq(inventory))
   }
 
   test("without a driver everything is deleted") {
     write(1, "a", 0)
     owners(2) = "b"
     val booking = partitions.setUp(2, Output(0, 2)).get
-    partitions.abandon()
+    partitions.driverLost()
     partitions.awaitDeletions(10000)
     assert(deleted == Seq(Output(0, 1)))
     booking.finished(Array(1))
@@ -170,8 +170,8 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     partitions.release("a", Map.empty).get() // the end of the executor: the driver had not ended the topology
     assert(deleted.isEmpty)
     deleted.synchronized {
-      partitions.abandon()
-      partitions.abandon() // and from the executor's last steps
+      partitions.driverLost()
+      partitions.driverLost() // and from the executor's last steps
       partitions.awaitDeletions(1)
       assert(deleted.isEmpty)
     }

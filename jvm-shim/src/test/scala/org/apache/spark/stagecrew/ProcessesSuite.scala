@@ -68,7 +68,7 @@ class ProcessesSuite extends AnyFunSuite {
     val f = new Fixture
     val (one, two) = (f.link(), f.link())
     Seq(one, two).foreach { link =>
-      f.processes.touched(link, "t")
+      f.processes.addTopology(link, "t")
       f.processes.defer(link, "t")
       f.processes.defer(link, "t")
     }
@@ -99,7 +99,7 @@ class ProcessesSuite extends AnyFunSuite {
   test("the time of a killed hook is in the sums and in the timeline") {
     val f = new Fixture
     val timed = scala.collection.mutable.Map.empty[String, Long]
-    f.ledger.timed = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
+    f.ledger.onDuration = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
     Seq("open", "close").zipWithIndex.foreach { case (hook, n) =>
       f.processes.hookBegan(f.link(), "t", 0, hook, f.now + 1)
       f.now += 1000000L * (n + 2)
@@ -114,16 +114,16 @@ class ProcessesSuite extends AnyFunSuite {
     val (worker, idle, agent) = (f.link(), f.link(), f.link("agent"))
     f.processes.began(worker, 7, Set("u"))
     f.processes.began(agent, 7, Set("u"))
-    Seq(worker, idle).foreach(f.processes.touched(_, "t"))
-    f.processes.touched(worker, "u")
+    Seq(worker, idle).foreach(f.processes.addTopology(_, "t"))
+    f.processes.addTopology(worker, "u")
     assert(f.processes.running(7) == Seq(worker))
     assert(f.processes.busy == Seq(worker, agent))
-    assert(f.processes.touching("t") == Seq(worker -> true, idle -> false))
-    assert(f.processes.touching("u") == Seq(worker -> false)) // its own task is not another one's
-    assert(f.processes.touchesAny(idle) && !f.processes.touchesAny(agent))
+    assert(f.processes.linksOf("t") == Seq(worker -> true, idle -> false))
+    assert(f.processes.linksOf("u") == Seq(worker -> false)) // its own task is not another one's
+    assert(f.processes.hasTopologies(idle) && !f.processes.hasTopologies(agent))
     f.processes.ended(worker)
     f.processes.closed(idle, "t")
-    assert(f.processes.touching("t") == Seq(worker -> false))
+    assert(f.processes.linksOf("t") == Seq(worker -> false))
     assert(f.processes.running(7).isEmpty)
   }
 

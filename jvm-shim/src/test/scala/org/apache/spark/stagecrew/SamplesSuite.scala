@@ -21,9 +21,9 @@ class SamplesSuite extends AnyFunSuite {
       log.record(daemon, seen.toVector)
     }
 
-    def report(arrives: Boolean = true): Unit = log.untold.foreach { case (processes, told) =>
+    def report(arrives: Boolean = true): Unit = log.unreported.foreach { case (processes, delivered) =>
       book.record(Json.read[Samples](Json.write(Samples(processes))).processes)
-      if (arrives) told()
+      if (arrives) delivered()
     }
   }
 
@@ -36,7 +36,7 @@ class SamplesSuite extends AnyFunSuite {
     f.sample(3500, seen(8))
     assert(f.log.now.map(_.pid) == Seq(8))
     f.report()
-    assert(f.log.untold.isEmpty)
+    assert(f.log.unreported.isEmpty)
     assert(f.book.views == Vector(
       ProcessView("1", "h", 7, "worker", 500, 3500, Vector(Sample(1500, 7, 500, 2, 3), Sample(2500, 7, 250, 2, 3))),
       ProcessView("1", "h", 8, "worker", 500, 0, Vector(Sample(2500, 7, 50, 2, 3), Sample(3500, 7, 0, 2, 3)))))

@@ -8,7 +8,7 @@ import org.apache.spark.stagecrew.wire.{Description, Json}
 
 class SpansSuite extends AnyFunSuite {
   private def told(log: SpanLog, book: SpanBook, sequence: Long, executor: String = "1"): () => Unit = {
-    val (report, arrived) = log.untold
+    val (report, arrived) = log.report
     book.record(executor, sequence, Json.read[SpanReport](Json.write(report)))
     arrived
   }
@@ -37,7 +37,7 @@ class SpansSuite extends AnyFunSuite {
       var late = List.empty[(Long, SpanReport)]
       (1L to 60L).foreach { sequence =>
         log.add("task", s"$sequence", sequence, random.nextInt(1000).toLong, failed = false)
-        val (body, arrived) = log.untold
+        val (body, arrived) = log.report
         random.nextInt(4) match {
           case 0 => late ::= sequence -> body // it arrives, but nobody knows
           case 1 => ()
@@ -48,7 +48,7 @@ class SpansSuite extends AnyFunSuite {
         if (random.nextBoolean()) late.foreach { case (number, old) => book.record("1", number, old) }
       }
       told(log, book, 100)()
-      assert(log.untold._1.slots.isEmpty)
+      assert(log.report._1.slots.isEmpty)
       assert(book.size == 4 && book.dropped == 56)
       late.foreach { case (number, old) => book.record("1", number, old) }
       assert(book.size == 4 && book.dropped == 56)
@@ -79,7 +79,7 @@ class SpansSuite extends AnyFunSuite {
   test("without timelines no span is made, and durations are still reported") {
     val ledger = new Ledger(() => 10000, timelines = false)
     val told = scala.collection.mutable.ArrayBuffer.empty[(String, Long)]
-    ledger.timed = (kind, micros) => told += kind -> micros
+    ledger.onDuration = (kind, micros) => told += kind -> micros
     val processes = new Processes(ledger, (_, _) => ("pool", "worker"), () => 5000000)
     val link = Links.link("p", "worker", 1)(_ => ())
     processes.connected(link)

@@ -33,7 +33,7 @@ private[stagecrew] final class Peer(val ref: RpcEndpointRef) {
 
 /** The reply to a message, sent once, from any thread. */
 private[stagecrew] trait Reply {
-  def answer(bytes: Array[Byte]): Unit
+  def send(bytes: Array[Byte]): Unit
   def fail(error: Throwable): Unit
 }
 
@@ -50,21 +50,21 @@ private[stagecrew] object Rpc {
     new Peer(env.setupEndpoint(name, new ThreadSafeRpcEndpoint {
       override val rpcEnv: RpcEnv = env
 
-      override def receive: PartialFunction[Any, Unit] = { case message => take(message, "", new Reply {
-        def answer(bytes: Array[Byte]): Unit = ()
+      override def receive: PartialFunction[Any, Unit] = { case message => dispatch(message, "", new Reply {
+        def send(bytes: Array[Byte]): Unit = ()
         def fail(error: Throwable): Unit = ()
       }) }
 
       override def receiveAndReply(context: RpcCallContext): PartialFunction[Any, Unit] = { case message =>
-        take(message, String.valueOf(context.senderAddress), new Reply {
-          def answer(bytes: Array[Byte]): Unit = context.reply(bytes)
+        dispatch(message, String.valueOf(context.senderAddress), new Reply {
+          def send(bytes: Array[Byte]): Unit = context.reply(bytes)
           def fail(error: Throwable): Unit = context.sendFailure(error)
         })
       }
 
       override def onDisconnected(address: RpcAddress): Unit = handler.disconnected(String.valueOf(address))
 
-      private def take(message: Any, address: String, reply: Reply): Unit = message match {
+      private def dispatch(message: Any, address: String, reply: Reply): Unit = message match {
         case (from: RpcEndpointRef, bytes: Array[Byte]) => handler.receive(bytes, Some(new Peer(from)), address, reply)
         case bytes: Array[Byte] => handler.receive(bytes, None, address, reply)
         case other => reply.fail(new SparkException(s"not a message of stagecrew: ${other.getClass.getName}"))

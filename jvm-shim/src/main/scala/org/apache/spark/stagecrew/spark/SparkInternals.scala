@@ -75,7 +75,7 @@ private[stagecrew] object SparkInternals {
   }.filter(output => shuffles(output.shuffle)).distinct
 
   /** Whether an executor is being decommissioned: core/scheduler/TaskSchedulerImpl.scala. */
-  def leaves(sc: SparkContext, executor: String): Boolean =
+  def isDecommissioned(sc: SparkContext, executor: String): Boolean =
     sc.taskScheduler.getExecutorDecommissionState(executor).nonEmpty
 
   /** Whether executors that leave send their outputs to others. */
@@ -94,10 +94,11 @@ private[stagecrew] object SparkInternals {
 
   /** Whether Spark's own shuffle manager writes, through its ShuffleDataIO, and each attempt has its own file:
     * core/shuffle/ShuffleManager.scala. */
-  def sortsShuffles(conf: SparkConf): Boolean = SortShuffleManagers(conf.get(config.SHUFFLE_MANAGER)) && !oldFetch(conf)
+  def sortsShuffles(conf: SparkConf): Boolean =
+    SortShuffleManagers(conf.get(config.SHUFFLE_MANAGER)) && !usesOldFetch(conf)
 
   /** Whether map outputs are named by partition: then a recomputed output has the name of a released one. */
-  def oldFetch(conf: SparkConf): Boolean = conf.get(config.SHUFFLE_USE_OLD_FETCH_PROTOCOL)
+  def usesOldFetch(conf: SparkConf): Boolean = conf.get(config.SHUFFLE_USE_OLD_FETCH_PROTOCOL)
   private val SortShuffleManagers = Set("sort", "tungsten-sort", classOf[SortShuffleManager].getName)
 
   /** Whether shuffles are written through Spark's ShuffleDataIO to the executors' disks: core/SparkContext.scala. */
@@ -120,16 +121,16 @@ private[stagecrew] object SparkInternals {
     * idle. Returns the files of lost executors. */
   def dropOutputs(sc: SparkContext, shuffle: Int, alive: => Set[String]): Seq[LeftBlocks] =
     tracker.shuffleStatuses.get(shuffle).toSeq.flatMap { status =>
-      val left = if (!SparkEnv.get.blockManager.externalShuffleServiceEnabled) Nil else {
+      val leftBlocks = if (!SparkEnv.get.blockManager.externalShuffleServiceEnabled) Nil else {
         val outputs = status.withMapStatuses(_.toSeq.filter(_ != null).map(s => s.location -> s.mapId))
-        val gone = outputs.filterNot { case (location, _) => alive(location.executorId) }
-        gone.groupMap(_._1)(_._2).toSeq.map { case (location, maps) =>
+        val lost = outputs.filterNot { case (location, _) => alive(location.executorId) }
+        lost.groupMap(_._1)(_._2).toSeq.map { case (location, maps) =>
           LeftBlocks(location.host, location.port, location.executorId, maps.flatMap(filesOf(sc, shuffle, _)))
         }
       }
       tracker.unregisterAllMapAndMergeOutput(shuffle)
       sc.executorAllocationManager.foreach(_.executorMonitor.shuffleCleaned(shuffle))
-      left
+      leftBlocks
     }
 
   private def filesOf(sc: SparkContext, shuffle: Int, map: Long): Seq[String] = Seq(
@@ -137,7 +138,7 @@ private[stagecrew] object SparkInternals {
     s"${ShuffleChecksumBlockId(shuffle, map, 0).name}.${sc.conf.get(config.SHUFFLE_CHECKSUM_ALGORITHM)}")
 
   /** Asks an external shuffle service to delete these, and waits: network/shuffle/ExternalBlockStoreClient.java. */
-  def deleteLeft(left: LeftBlocks, timeoutMs: Long): Unit = SparkEnv.get.blockManager.blockStoreClient match {
+  def deleteLeftBlocks(left: LeftBlocks, timeoutMs: Long): Unit = SparkEnv.get.blockManager.blockStoreClient match {
     case client: ExternalBlockStoreClient =>
       client.removeBlocks(left.host, left.port, left.executor, left.blocks.toArray)
         .get(timeoutMs, TimeUnit.MILLISECONDS)

@@ -32,17 +32,17 @@ private final class PagesTab(ui: SparkUI, prefix: String, pages: Seq[Page]) exte
 }
 
 private final class TabPage(tab: PagesTab, tabPrefix: String, page: Page) extends WebUIPage(page.path) {
-  override def render(request: HttpServletRequest): Seq[Node] = {
-    val ask = asked(request)
-    val content = page.html(ask) // before the header: a rejected request gets no page
-    UIUtils.headerSparkPage(request, page.title(ask), content, tab)
+  override def render(http: HttpServletRequest): Seq[Node] = {
+    val request = requestOf(http)
+    val content = page.html(request) // before the header: a rejected request gets no page
+    UIUtils.headerSparkPage(http, page.title(request), content, tab)
   }
 
-  override def renderJson(request: HttpServletRequest): JValue = JsonMethods.parse(page.json(asked(request)))
+  override def renderJson(http: HttpServletRequest): JValue = JsonMethods.parse(page.json(requestOf(http)))
 
-  private def asked(request: HttpServletRequest): PageRequest = PageRequest(
-    s"${UIUtils.prependBaseUri(request, tab.basePath)}/$tabPrefix",
-    request.getParameterNames.asScala.map(name => name -> request.getParameter(name)).toMap)
+  private def requestOf(http: HttpServletRequest): PageRequest = PageRequest(
+    s"${UIUtils.prependBaseUri(http, tab.basePath)}/$tabPrefix",
+    http.getParameterNames.asScala.map(name => name -> http.getParameter(name)).toMap)
 }
 
 /** The part of a table to show. Without a column the table keeps its own order. */
@@ -69,19 +69,19 @@ private[stagecrew] final class SparkTable[T](
   override def goButtonFormPath: String = s"$link$order#$tableId"
   override def headers: Seq[Node] =
     headerRow(header, paging.descending, paging.size, paging.column.getOrElse(""), link, tag, tableId)
-  override def row(one: T): Seq[Node] = <tr>{cells(one)}</tr>
+  override def row(row: T): Seq[Node] = <tr>{cells(row)}</tr>
 
   /** All rows, without the controls that turn pages. */
-  def whole: Seq[Node] = <table class={tableCssClass} id={tableId}>{headers}<tbody>{rows.map(row)}</tbody></table>
-  def part: Seq[Node] = table(paging.page)
+  def allRows: Seq[Node] = <table class={tableCssClass} id={tableId}>{headers}<tbody>{rows.map(row)}</tbody></table>
+  def onePage: Seq[Node] = table(paging.page)
 }
 
 /** The objects of one type in the store of an application: core/status/{ElementTrackingStore,KVUtils}.scala,
   * util/kvstore. */
 private[stagecrew] final class TypedStore[T](store: KVStore, what: Class[T]) {
-  def write(one: T): Unit = store match {
-    case tracking: ElementTrackingStore => tracking.write(one, checkTriggers = true); ()
-    case other => other.write(one)
+  def write(value: T): Unit = store match {
+    case tracking: ElementTrackingStore => tracking.write(value, checkTriggers = true); ()
+    case other => other.write(value)
   }
   def delete(key: String): Unit = store.delete(what, key)
   def all: Seq[T] = KVUtils.viewToSeq(store.view(what))
@@ -91,16 +91,16 @@ private[stagecrew] final class TypedStore[T](store: KVStore, what: Class[T]) {
 /** core/status/AppHistoryServerPlugin.scala: the History Server makes one for each application. */
 private[stagecrew] abstract class HistoryTab[T](prefix: String, what: Class[T]) extends AppHistoryServerPlugin {
   /** Handles the events of the log. */
-  def listener(conf: SparkConf, kept: TypedStore[T]): SparkListener
+  def listener(conf: SparkConf, store: TypedStore[T]): SparkListener
   /** Called if the log has something to show. */
-  def pages(kept: TypedStore[T]): Seq[Page]
+  def pages(store: TypedStore[T]): Seq[Page]
 
   override def createListeners(conf: SparkConf, store: ElementTrackingStore): Seq[SparkListener] =
     Seq(listener(conf, new TypedStore(store, what)))
 
   override def setupUI(ui: SparkUI): Unit = {
-    val kept = new TypedStore(ui.store.store, what)
-    if (kept.count > 0) SparkUi.attachTab(ui, prefix, pages(kept))
+    val store = new TypedStore(ui.store.store, what)
+    if (store.count > 0) SparkUi.attachTab(ui, prefix, pages(store))
   }
 
   override def displayOrder: Int = Int.MaxValue // last, as in a running application
@@ -115,7 +115,7 @@ private[stagecrew] object SparkUi {
 
   def hasUi(sc: SparkContext): Boolean = sc.ui.nonEmpty
   def hasEventLog(sc: SparkContext): Boolean = sc.conf.get(config.EVENT_LOG_ENABLED)
-  def keptInMemory[T](what: Class[T]): TypedStore[T] = new TypedStore(new InMemoryStore, what)
+  def inMemory[T](what: Class[T]): TypedStore[T] = new TypedStore(new InMemoryStore, what)
 
   /** Replays the wanted lines of an event log, which may be truncated: core/deploy/history/EventLogFileReaders.scala,
     * core/scheduler/ReplayListenerBus.scala. */

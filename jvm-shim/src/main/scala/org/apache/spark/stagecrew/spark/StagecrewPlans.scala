@@ -22,18 +22,18 @@ private[spark] object StagecrewPlans {
   def stored(dataset: classic.Dataset[_]): Found = {
     val lazyPlan = field[QueryExecution, LazyTry[SparkPlan]]("lazyExecutedPlan", dataset.queryExecution)
     val materialized = field[LazyTry[_], java.lang.Boolean]("materialized", lazyPlan).booleanValue
-    val ran = if (materialized) of(lazyPlan.get) else Found()
+    val executed = if (materialized) of(lazyPlan.get) else Found()
     val cached = dataset.sparkSession.sharedState.cacheManager.lookupCachedData(dataset).toSeq
-    cached.map(data => of(data.cachedRepresentation.cacheBuilder)).foldLeft(ran)(_ + _)
+    cached.map(data => of(data.cachedRepresentation.cacheBuilder)).foldLeft(executed)(_ + _)
   }
 
   /** Removes a dataset from SQL's cache. Returns whether it was there. */
   def uncache(rdd: Int): Boolean = classic.SparkSession.getDefaultSession.exists { session =>
     val manager = session.sharedState.cacheManager
     val cached = field[CacheManager, IndexedSeq[CachedData]]("cachedData", manager)
-    val mine = cached.filter(data => buffers(data.cachedRepresentation.cacheBuilder).exists(_.id == rdd))
-    mine.foreach(data => manager.uncacheQuery(session, data.plan, cascade = false, blocking = true))
-    mine.nonEmpty
+    val matching = cached.filter(data => buffers(data.cachedRepresentation.cacheBuilder).exists(_.id == rdd))
+    matching.foreach(data => manager.uncacheQuery(session, data.plan, cascade = false, blocking = true))
+    matching.nonEmpty
   }
 
   private def of(plan: SparkPlan): Found = {

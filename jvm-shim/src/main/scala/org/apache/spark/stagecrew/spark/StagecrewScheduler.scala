@@ -8,12 +8,12 @@ import scala.util.Try
 private[spark] object StagecrewScheduler {
   /** The active jobs with one of their local properties. Read from another thread: the result may be out of date. */
   def activeJobs(sc: SparkContext, property: String): Map[Int, String] =
-    unlessItChanges(sc.dagScheduler.activeJobs.toArray.map(job => job.jobId -> local(job, property)).toMap)
+    readConsistently(sc.dagScheduler.activeJobs.toArray.map(job => job.jobId -> local(job, property)).toMap)
       .getOrElse(Map.empty)
 
   /** The shuffles that each active job needs, with the job's local property. Throws if they cannot be read: then
     * nothing is known to be unused, and nothing may be deleted. */
-  def shufflesInUse(sc: SparkContext, property: String): Seq[(String, Seq[Int])] = unlessItChanges {
+  def shufflesInUse(sc: SparkContext, property: String): Seq[(String, Seq[Int])] = readConsistently {
     val stages = sc.dagScheduler.stageIdToStage.values.toArray.collect { case stage: ShuffleMapStage => stage }.toSeq
     sc.dagScheduler.activeJobs.toArray.toSeq.map { job =>
       local(job, property) -> stages.filter(_.jobIds.contains(job.jobId)).map(_.shuffleDep.shuffleId)
@@ -28,13 +28,13 @@ private[spark] object StagecrewScheduler {
   }
 
   /** The first active job that needs a stage, as in `activeJobForStage`. */
-  def jobOfStage(sc: SparkContext, stage: Int): Option[Int] = unlessItChanges(sc.dagScheduler.stageIdToStage.get(stage)
+  def jobOfStage(sc: SparkContext, stage: Int): Option[Int] = readConsistently(sc.dagScheduler.stageIdToStage.get(stage)
     .flatMap(_.jobIds.toArray.filter(sc.dagScheduler.jobIdToActiveJob.contains).minOption)).flatten
 
   private def local(job: ActiveJob, property: String): String =
     Option(job.properties).flatMap(p => Option(p.getProperty(property))).getOrElse("")
 
   // The collections belong to another thread. A read during a change may fail, or miss something: two must be equal.
-  private def unlessItChanges[T](read: => T): Option[T] = Iterator.continually(Try(read).toOption).take(20).sliding(2)
+  private def readConsistently[T](read: => T): Option[T] = Iterator.continually(Try(read).toOption).take(20).sliding(2)
     .collectFirst { case Seq(Some(one), Some(other)) if one == other => one }
 }

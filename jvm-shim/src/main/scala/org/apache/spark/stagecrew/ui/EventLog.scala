@@ -97,18 +97,18 @@ private[stagecrew] object EventLog {
   def body(rest: Snapshot): (String, Boolean) = smallest(rest)(_.json, trimmed)
 
   /** The last step of trimming. Its result is always small, and is stored in any case. */
-  private val Least = 5
+  private val LastStep = 5
 
   private def smallest[T](what: T)(json: T => ObjectNode, less: (T, Int) => T): (String, Boolean) =
-    (0 to Least).iterator.map(step => Json.write(json(if (step == 0) what else less(what, step))) -> step)
+    (0 to LastStep).iterator.map(step => Json.write(json(if (step == 0) what else less(what, step))) -> step)
       .collectFirst {
-        case (text, step) if step == Least || text.getBytes(UTF_8).length <= StagecrewState.MaxBytes =>
+        case (text, step) if step == LastStep || text.getBytes(UTF_8).length <= StagecrewState.MaxBytes =>
           text -> (step > 0)
       }.get
 
   /** Trims the application: first older samples and steps, then processes, then all of them and long texts. */
   private def trimmed(rest: Snapshot, step: Int): Snapshot =
-    if (step < Least) rest.copy(
+    if (step < LastStep) rest.copy(
       processes = rest.processes.map(p => p.copy(samples = p.samples.takeRight(if (step == 1) 10 else 1)))
         .takeRight(if (step < 3) Int.MaxValue else 100),
       recovery = rest.recovery.map(_.fewer(1000 / step)))
@@ -124,8 +124,8 @@ private[stagecrew] object EventLog {
     if (step <= 2) fewer
     else {
       val (executors, listeners, operators) =
-        if (step == 3) (Int.MaxValue, Int.MaxValue, 100) else if (step < Least) (50, 20, 100) else (0, 20, 0)
-      val (ids, length) = if (step < Least) (1000, 1000) else (500, 20)
+        if (step == 3) (Int.MaxValue, Int.MaxValue, 100) else if (step < LastStep) (50, 20, 100) else (0, 20, 0)
+      val (ids, length) = if (step < LastStep) (1000, 1000) else (500, 20)
       val (sums, known) = fewer.operators.partition(_.name == Topology.Forgotten)
       val (unlisted, listed) = known.splitAt(known.size - operators)
       fewer.copy(name = Show.cut(view.name, 1000), unclosed = view.unclosed.take(20).map(Show.cut(_, 200)),
@@ -135,8 +135,8 @@ private[stagecrew] object EventLog {
         operators = listed.map(o => o.copy(name = Show.cut(o.name, 200), waitsFor = Show.cut(o.waitsFor, 200),
           lastError = Show.cut(o.lastError, 500), progress = o.progress.take(20))) ++
           Option.when(sums.nonEmpty || unlisted.nonEmpty)(OperatorView.sum(sums ++ unlisted)),
-        executors = some(fewer.executors, executors).map { case (id, counts) =>
-          id -> counts.copy(deferred = Set.empty, listeners = fewest(counts.listeners, listeners).map { one =>
+        executors = limitedExecutors(fewer.executors, executors).map { case (id, counts) =>
+          id -> counts.copy(deferred = Set.empty, listeners = limitedListeners(counts.listeners, listeners).map { one =>
             one.copy(name = Show.cut(one.name, 200),
               lastError = if (one.scope == "jvm") Show.cut(one.lastError, 500) else Show.end(one.lastError, 500),
               lastErrorLine = Show.cut(one.lastErrorLine, Show.Length)) }) })
@@ -144,14 +144,14 @@ private[stagecrew] object EventLog {
   }
 
   /** At most this many executors, and the sum of the others as "forgotten". */
-  private def some(executors: VectorMap[String, ExecutorCounts], most: Int): VectorMap[String, ExecutorCounts] = {
-    val (listed, unlisted) = executors.removed(Topology.Forgotten).splitAt(most)
+  private def limitedExecutors(executors: VectorMap[String, ExecutorCounts], limit: Int) = {
+    val (listed, unlisted) = executors.removed(Topology.Forgotten).splitAt(limit)
     listed ++ (executors.get(Topology.Forgotten) ++ unlisted.values).reduceOption(_ + _).map(Topology.Forgotten -> _)
   }
 
   /** At most this many listeners, and the sum of the others as one. */
-  private def fewest(listeners: Vector[ListenerCounts], most: Int): Vector[ListenerCounts] = {
-    val (listed, unlisted) = listeners.splitAt(most)
+  private def limitedListeners(listeners: Vector[ListenerCounts], limit: Int): Vector[ListenerCounts] = {
+    val (listed, unlisted) = listeners.splitAt(limit)
     listed ++ unlisted.reduceOption(_ + _).map(_.copy(index = -1, name = s"${unlisted.size} others"))
   }
 }

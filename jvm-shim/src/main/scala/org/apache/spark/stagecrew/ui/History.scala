@@ -14,12 +14,12 @@ private[stagecrew] final case class KeptState(
     capped: Boolean, trimmed: Boolean, body: String)
 
 /** Handles the events of one log. An event that cannot be read is dropped, and never stops the reading of a log. */
-private[stagecrew] final class HistoryListener(kept: TypedStore[KeptState], retained: Int) extends SparkListener {
+private[stagecrew] final class HistoryListener(store: TypedStore[KeptState], retained: Int) extends SparkListener {
   private val forgotten = scala.collection.mutable.HashSet.empty[String] // by name: the event of one may be repeated
   private val closed = new Bounded[String, Long](retained)((key, time) => {
-    kept.delete(key)
+    store.delete(key)
     forgotten += key
-    kept.write(KeptState(History.Forgotten, History.Forgotten, "", Snapshot.Version, time, capped = false,
+    store.write(KeptState(History.Forgotten, History.Forgotten, "", Snapshot.Version, time, capped = false,
       trimmed = false, forgotten.size.toString))
   })
 
@@ -33,7 +33,7 @@ private[stagecrew] final class HistoryListener(kept: TypedStore[KeptState], reta
     val id = Option(state.id).getOrElse("")
     val key = s"${state.kind} $id"
     val body = Json.parse(state.body) // throws if it is not JSON
-    kept.write(KeptState(key, state.kind, id, state.version, state.time, state.capped, state.trimmed, state.body))
+    store.write(KeptState(key, state.kind, id, state.version, state.time, state.capped, state.trimmed, state.body))
     if (state.kind == StagecrewState.Topology && body.path("state").asText == "closed" &&
       body.path("kind").asText != DriverCrew.ApplicationKind) {
       closed.remove(key) // the one that closed last is kept longest
@@ -45,8 +45,8 @@ private[stagecrew] final class HistoryListener(kept: TypedStore[KeptState], reta
 
 /** The tab in the History Server, registered in META-INF/services. */
 final class HistoryPlugin extends HistoryTab[KeptState](Tab.Prefix, classOf[KeptState]) {
-  override def listener(conf: SparkConf, kept: TypedStore[KeptState]): SparkListener =
-    new HistoryListener(kept, retained(conf))
+  override def listener(conf: SparkConf, store: TypedStore[KeptState]): SparkListener =
+    new HistoryListener(store, retained(conf))
 
   /** A wrong setting must not prevent a History Server from showing applications. */
   private def retained(conf: SparkConf): Int =
@@ -54,7 +54,7 @@ final class HistoryPlugin extends HistoryTab[KeptState](Tab.Prefix, classOf[Kept
     catch { case Failure(error) => Log.log.warn("the default settings are used", error);
       new Settings(new SparkConf(false)).retainedTopologies }
 
-  override def pages(kept: TypedStore[KeptState]): Seq[Page] = Tab.pages(History.reader(kept))
+  override def pages(store: TypedStore[KeptState]): Seq[Page] = Tab.pages(History.reader(store))
 }
 
 private[stagecrew] object History {
@@ -62,13 +62,13 @@ private[stagecrew] object History {
   val Forgotten = "forgotten"
 
   /** The stored events do not change while they are shown: they are read once, and again if memory was short. */
-  def reader(kept: TypedStore[KeptState]): () => PageModel = {
+  def reader(store: TypedStore[KeptState]): () => PageModel = {
     var read = new SoftReference[PageModel](null)
     () => synchronized {
       Option(read.get).getOrElse {
-        val shown = of(kept.all)
-        read = new SoftReference(shown)
-        shown
+        val model = of(store.all)
+        read = new SoftReference(model)
+        model
       }
     }
   }

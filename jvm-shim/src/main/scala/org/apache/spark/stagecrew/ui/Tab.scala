@@ -37,12 +37,12 @@ private[stagecrew] object Tab {
   def attach(sc: SparkContext, crew: DriverCrew): Unit =
     SparkUi.attachTab(sc, Prefix, pages(() => PageModel(crew.snapshot, System.currentTimeMillis())))
 
-  def pages(shown: () => PageModel): Seq[Page] = {
+  def pages(model: () => PageModel): Seq[Page] = {
     def page(
         path: String, title: (PageModel, PageRequest) => String, content: (PageModel, PageRequest) => Seq[Node],
         json: (PageModel, PageRequest) => ObjectNode): Page = {
-      def html(now: PageModel, ask: PageRequest): Seq[Node] = menu(now, ask, path) ++ content(now, ask)
-      Page(path, title(shown(), _), html(shown(), _), ask => Json.write(json(shown(), ask)))
+      def html(now: PageModel, request: PageRequest): Seq[Node] = menu(now, request, path) ++ content(now, request)
+      Page(path, title(model(), _), html(model(), _), request => Json.write(json(model(), request)))
     }
     Seq(
       page("", (_, _) => "Stagecrew", OverviewPage.html, (now, _) => OverviewPage.json(now)),
@@ -53,29 +53,29 @@ private[stagecrew] object Tab {
   }
 
   /** The beginning of a page's JSON. */
-  def head(shown: PageModel, id: String = ""): ObjectNode =
-    Json.tree(PageHead(Snapshot.Version, shown.notes.getOrElse(id, Nil)))
+  def head(model: PageModel, id: String = ""): ObjectNode =
+    Json.tree(PageHead(Snapshot.Version, model.notes.getOrElse(id, Nil)))
 
   /** The menu: links to the pages, and to the JSON of this page. */
-  private def menu(shown: PageModel, ask: PageRequest, here: String): Seq[Node] = {
+  private def menu(model: PageModel, request: PageRequest, here: String): Seq[Node] = {
     val pages = Seq("" -> "Overview", "processes" -> "Python processes") ++
-      shown.snapshot.recovery.map(_ => "jobs" -> "Stored job")
+      model.snapshot.recovery.map(_ => "jobs" -> "Stored job")
     val links = pages.map { case (path, name) =>
-      if (path == here) <strong aria-current="page">{name}</strong> else <a href={link(ask, path)}>{name}</a>
+      if (path == here) <strong aria-current="page">{name}</strong> else <a href={link(request, path)}>{name}</a>
     }
     val id = if (here == "topology")
-      ask.parameters.get("id").flatMap(shown.find).map(t => s"?id=${key(t.id)}") else None
-    val json = s"${link(ask, here)}json/${id.getOrElse("")}"
+      request.parameters.get("id").flatMap(model.find).map(t => s"?id=${key(t.id)}") else None
+    val json = s"${link(request, here)}json/${id.getOrElse("")}"
     <p class="stagecrew-menu">{
       (links :+ <a href={json}>JSON</a>).flatMap(node => Seq[Node](Text(" | "), node)).drop(1)}</p>
   }
 
-  private def link(ask: PageRequest, path: String): String =
-    if (path.isEmpty) s"${ask.root}/" else s"${ask.root}/$path/"
+  private def link(request: PageRequest, path: String): String =
+    if (path.isEmpty) s"${request.root}/" else s"${request.root}/$path/"
 
   /** A link to a topology's page. */
-  def topology(ask: PageRequest, topology: TopologyView): Node =
-    <a href={s"${link(ask, "topology")}?id=${key(topology.id)}"}>{Show.text(topology.name)}</a>
+  def topology(request: PageRequest, topology: TopologyView): Node =
+    <a href={s"${link(request, "topology")}?id=${key(topology.id)}"}>{Show.text(topology.name)}</a>
 
   /** The name of a topology in links: its id if that is plain, else a digest. Ids contain names that users choose. */
   def key(id: String): String =

@@ -46,17 +46,17 @@ private[stagecrew] object Column {
   * column is chosen. */
 private[stagecrew] final case class Table[T](tag: String, rows: Seq[T], columns: Seq[Column[T]]) {
   /** The parameters of a request. A value that the table cannot have is rejected. */
-  def paging(ask: PageRequest): Paging = {
-    def asked[A](name: String, otherwise: A)(read: String => Option[A]): A =
-      ask.parameters.get(s"$tag.$name").filter(_.nonEmpty).fold(otherwise)(text =>
+  def paging(request: PageRequest): Paging = {
+    def parameter[A](name: String, default: A)(read: String => Option[A]): A =
+      request.parameters.get(s"$tag.$name").filter(_.nonEmpty).fold(default)(text =>
         read(text).getOrElse(throw new IllegalArgumentException(
           s"the parameter $tag.$name has a value that it cannot have")))
     def known(name: String): Option[Option[String]] =
       columns.find(column => column.name == name && column.order.nonEmpty).map(column => Some(column.name))
-    Paging(asked("page", 1)(text => Try(text.toInt).toOption),
-      asked("pageSize", Tables.PageSize)(text => Try(text.toInt).toOption.map(size =>
+    Paging(parameter("page", 1)(text => Try(text.toInt).toOption),
+      parameter("pageSize", Tables.PageSize)(text => Try(text.toInt).toOption.map(size =>
         math.max(1, math.min(size, Tables.MaxPageSize)))),
-      asked("sort", Option.empty[String])(known), asked("desc", false)(_.toBooleanOption))
+      parameter("sort", Option.empty[String])(known), parameter("desc", false)(_.toBooleanOption))
   }
 
   def sorted(paging: Paging): IndexedSeq[T] =
@@ -67,18 +67,19 @@ private[stagecrew] final case class Table[T](tag: String, rows: Seq[T], columns:
 }
 
 /** The tables of a page. Each keeps its state while another one is turned or sorted. */
-private[stagecrew] final class Tables(ask: PageRequest, path: String, fixed: Seq[(String, String)], tables: Table[_]*) {
-  private val pagings = tables.map(table => table.tag -> table.paging(ask)).toMap
+private[stagecrew] final class Tables(
+    request: PageRequest, path: String, fixed: Seq[(String, String)], tables: Table[_]*) {
+  private val pagings = tables.map(table => table.tag -> table.paging(request)).toMap
 
   def apply[T](table: Table[T]): NodeSeq = {
     val paging = pagings(table.tag)
     val others = tables.filter(_.tag != table.tag).flatMap(other => Tables.parameters(other.tag, pagings(other.tag)))
     val query = (fixed ++ others).map { case (name, value) => s"&$name=${URLEncoder.encode(value, "UTF-8")}" }.mkString
-    val shown = new SparkTable[T](table.tag, table.columns.map(c => (c.name, c.order.nonEmpty, c.help)),
+    val sparkTable = new SparkTable[T](table.tag, table.columns.map(c => (c.name, c.order.nonEmpty, c.help)),
       table.sorted(paging),
-      row => table.columns.map(_.cell(row)), s"${ask.root}/$path?${query.stripPrefix("&")}", paging)
+      row => table.columns.map(_.cell(row)), s"${request.root}/$path?${query.stripPrefix("&")}", paging)
     val small = table.rows.size <= paging.size && paging.size == Tables.PageSize
-    <div class="table-responsive">{if (small) shown.whole else shown.part}</div>
+    <div class="table-responsive">{if (small) sparkTable.allRows else sparkTable.onePage}</div>
   }
 }
 
@@ -130,8 +131,8 @@ private[stagecrew] object Show {
     val lines = text.linesIterator.filterNot(_.isBlank).toVector
     val first = lines.headOption.filterNot(_.startsWith("Traceback")).orElse(lines.findLast(!_.startsWith(" ")))
       .getOrElse("")
-    val shown = cut(if (line.nonEmpty) line else first.trim, Length)
-    <td title={title(if (jvm) text else end(text, TitleLength))}><bdi>{shown}</bdi></td>
+    val summary = cut(if (line.nonEmpty) line else first.trim, Length)
+    <td title={title(if (jvm) text else end(text, TitleLength))}><bdi>{summary}</bdi></td>
   }
 
   /** A list of facts, as in Spark's own pages above their tables. */
@@ -144,8 +145,8 @@ private[stagecrew] object Show {
 
   /** The first of a user's texts, and the number of the others. */
   def several(texts: Seq[String], most: Int = 20): NodeSeq = {
-    val shown = texts.take(most).flatMap(one => Seq[Node](Text(", "), text(one))).drop(1)
-    NodeSeq.fromSeq(if (texts.size > most) shown :+ Text(s" and ${texts.size - most} more") else shown)
+    val first = texts.take(most).flatMap(one => Seq[Node](Text(", "), text(one))).drop(1)
+    NodeSeq.fromSeq(if (texts.size > most) first :+ Text(s" and ${texts.size - most} more") else first)
   }
 
   def note(text: String): Node = <p class="alert alert-warning" role="status">{text}</p>

@@ -28,13 +28,13 @@ private[stagecrew] object Timeline {
       val spans = topology.spans.takeRight(MaxSpans)
       val executors = spans.map(_.executor).distinct.sortBy(id => (id.length, id)) // numbers, mostly
       val left = topology.spansDropped + topology.spans.size - spans.size
-      svg(spans, executors.take(MaxLanes), topology.started, until) ++ <p>{words(topology.spans, executors.size)}{
+      svg(spans, executors.take(MaxLanes), topology.started, until) ++ <p>{summary(topology.spans, executors.size)}{
         if (left > 0) s" $left more are not shown." else ""}{
         if (executors.size > MaxLanes) s" The first $MaxLanes executors are shown." else ""}</p>
     }
 
   /** The picture in words, for screen readers. */
-  def words(spans: Seq[Span], executors: Int): String = {
+  def summary(spans: Seq[Span], executors: Int): String = {
     def count(kind: String, one: String): Option[String] =
       Some(spans.count(_.kind == kind)).filter(_ > 0).map(n => s"$n $one${if (n == 1) "" else "s"}")
     val kinds = Seq(count("open", "open"), count("task", "task"), count("close", "close")).flatten
@@ -70,7 +70,7 @@ private[stagecrew] object Timeline {
           elapsed(ms - from)}</text>,
         line(decimal(x(ms)), decimal(x(ms)), "16", height.toString))
     }
-    val description = words(spans, executors.size)
+    val description = summary(spans, executors.size)
     <div>
       <p>{Seq("open" -> "open", "task" -> "task", "close" -> "close")
         .map { case (kind, name) => key(Colours(kind), name, failed = false) }}{
@@ -101,13 +101,13 @@ private[stagecrew] object Timeline {
 
   private def bar(span: Span, from: Double, to: Double, y: Int): Node = {
     val what = s"${span.kind} ${Show.cut(span.name, Show.Length)} on ${Show.cut(span.executor, Show.Length)}"
-    val took = if (span.ended > 0) s", ${elapsed(span.ended - span.started)}" else ", runs"
+    val duration = if (span.ended > 0) s", ${elapsed(span.ended - span.started)}" else ", runs"
     val fill = if (span.failed) Failed else Colours.getOrElse(span.kind, Other)
     val kind = if (span.failed) "failed" else if (Colours.contains(span.kind)) span.kind else "other"
     <rect class={s"stagecrew-$kind"} x={decimal(from)} y={y.toString} width={decimal(math.max(2.0, to - from))}
       height={(RowHeight - 2).toString} fill={fill} 
       stroke={edge(span.failed)}><title>{
-        s"$what$took${if (span.failed) ", failed" else ""}"}</title></rect>
+        s"$what$duration${if (span.failed) ", failed" else ""}"}</title></rect>
   }
 
   private def key(colour: String, name: String, failed: Boolean): Node =
@@ -117,14 +117,14 @@ private[stagecrew] object Timeline {
   private def edge(failed: Boolean): Option[Node] = Option.when(failed)(scala.xml.Text("currentColor"))
 
   /** Values over time as a small line, from zero to the largest. */
-  def sparkline(values: Seq[(Long, Long)], name: String, words: Long => String): Node = {
-    val most = math.max(1L, values.map(_._2).max)
+  def sparkline(values: Seq[(Long, Long)], name: String, format: Long => String): Node = {
+    val largest = math.max(1L, values.map(_._2).max)
     val (from, to) = (values.map(_._1).min, math.max(values.map(_._1).min + 1, values.map(_._1).max))
     val points = values.map { case (time, value) =>
-      s"${decimal(1 + 98.0 * (time - from) / (to - from))},${decimal(19 - 18.0 * math.max(0L, value) / most)}"
+      s"${decimal(1 + 98.0 * (time - from) / (to - from))},${decimal(19 - 18.0 * math.max(0L, value) / largest)}"
     }
-    val text = s"${name}last ${words(values.last._2)}, least ${words(values.map(_._2).min)}, " +
-      s"most ${words(most)}, of ${values.size} samples"
+    val text = s"${name}last ${format(values.last._2)}, least ${format(values.map(_._2).min)}, " +
+      s"most ${format(largest)}, of ${values.size} samples"
     <svg xmlns="http://www.w3.org/2000/svg" class="stagecrew-sparkline" role="img" aria-label={text}
       viewBox="0 0 100 20" width="100" height="20"><title>{text}</title><polyline
       points={points.mkString(" ")} fill="none" stroke="currentColor" stroke-width="1.2"/></svg>

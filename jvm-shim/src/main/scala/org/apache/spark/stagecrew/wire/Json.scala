@@ -47,7 +47,7 @@ private[stagecrew] object Json {
     case (into, (name, value)) => into.set[ObjectNode](name, node(value))
   }
 
-  private def value(node: JsonNode, wanted: Type): Any = wanted match {
+  private def value(node: JsonNode, target: Type): Any = target match {
     case generic: ParameterizedType => elements(node, generic.getRawType, generic.getActualTypeArguments)
     case java.lang.Long.TYPE => node.asLong
     case java.lang.Integer.TYPE => node.asInt
@@ -66,12 +66,12 @@ private[stagecrew] object Json {
     case other => throw new IllegalArgumentException(s"JSON cannot be read as $other")
   }
 
-  private def elements(node: JsonNode, kind: Type, of: Array[Type]): Any = {
-    def items = node.elements.asScala.map(value(_, of.head))
-    if (kind == classOf[Option[_]]) Option.when(!node.isMissingNode && !node.isNull)(value(node, of.head))
-    else if (kind == classOf[VectorMap[_, _]])
-      node.properties.iterator.asScala.map(e => e.getKey -> value(e.getValue, of(1))).to(VectorMap)
-    else if (kind == classOf[Set[_]]) items.toSet
+  private def elements(node: JsonNode, rawType: Type, arguments: Array[Type]): Any = {
+    def items = node.elements.asScala.map(value(_, arguments.head))
+    if (rawType == classOf[Option[_]]) Option.when(!node.isMissingNode && !node.isNull)(value(node, arguments.head))
+    else if (rawType == classOf[VectorMap[_, _]])
+      node.properties.iterator.asScala.map(e => e.getKey -> value(e.getValue, arguments(1))).to(VectorMap)
+    else if (rawType == classOf[Set[_]]) items.toSet
     else items.toVector
   }
 }

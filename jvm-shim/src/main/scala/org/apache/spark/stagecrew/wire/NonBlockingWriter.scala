@@ -24,8 +24,8 @@ final class NonBlockingWriter(write: Array[Byte] => Unit) {
   thread.start()
 
   def put(bytes: Array[Byte]): Unit = synchronized {
-    if (!draining && unread.size < AtOnce && unreadBytes + bytes.length <= AtOnceBytes) {
-      note(bytes)
+    if (!draining && unread.size < MaxUnreadMessages && unreadBytes + bytes.length <= MaxUnreadBytes) {
+      recordWritten(bytes)
       write(bytes)
     } else if (open) {
       draining = true
@@ -46,7 +46,7 @@ final class NonBlockingWriter(write: Array[Byte] => Unit) {
     notifyAll()
   }
 
-  private def note(bytes: Array[Byte]): Unit = {
+  private def recordWritten(bytes: Array[Byte]): Unit = {
     written += 1
     unread.add(bytes.length)
     unreadBytes += bytes.length
@@ -67,15 +67,15 @@ final class NonBlockingWriter(write: Array[Byte] => Unit) {
     }
     if (!open) null
     else if (waiting.size == 1) {
-      note(waiting.peek())
+      recordWritten(waiting.peek())
       waiting.poll()
     } else {
-      val some = new java.io.ByteArrayOutputStream
-      while (!waiting.isEmpty && some.size < BatchBytes) {
-        note(waiting.peek())
-        some.write(waiting.poll())
+      val batch = new java.io.ByteArrayOutputStream
+      while (!waiting.isEmpty && batch.size < BatchBytes) {
+        recordWritten(waiting.peek())
+        batch.write(waiting.poll())
       }
-      some.toByteArray
+      batch.toByteArray
     }
   }
 }
@@ -83,7 +83,7 @@ final class NonBlockingWriter(write: Array[Byte] => Unit) {
 object NonBlockingWriter {
   /** The limits for unread messages below which `put` itself writes: much less than the buffers of a loopback
     * socket. */
-  val AtOnce = 32
-  val AtOnceBytes: Int = 1 << 15
+  val MaxUnreadMessages = 32
+  val MaxUnreadBytes: Int = 1 << 15
   private val BatchBytes = 1 << 18
 }
