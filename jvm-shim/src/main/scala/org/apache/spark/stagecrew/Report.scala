@@ -4,10 +4,10 @@ import com.fasterxml.jackson.databind.node.ObjectNode
 import org.apache.spark.scheduler._
 import spark._, ui._, wire._
 
-/** The main class that `stagecrew report` runs with spark-submit: it reads an event log as the History Server does,
-  * and prints the JSON of the tab. */
+/** The main class that `stagecrew report` runs with spark-submit. It reads an event log like the History Server, and
+  * prints the JSON of the tab. */
 object Report {
-  /** The beginning of the line with the JSON, or with the error (python/stagecrew/observability/event_log.py). */
+  /** The prefixes of the line with the JSON or with the error. python/stagecrew/observability/event_log.py reads it. */
   private val ReportPrefix = "stagecrew-report: "
   private val ErrorPrefix = "stagecrew-report-error: "
 
@@ -18,7 +18,7 @@ object Report {
     new java.io.PrintStream(new java.io.FileOutputStream(java.io.FileDescriptor.out), true, "UTF-8").println(line)
   }
 
-  /** The content of a log, with its application and its notes. */
+  /** The content of an event log, with the application and the notes. */
   private[stagecrew] def of(log: String): ObjectNode = {
     val store = SparkUi.inMemory(classOf[KeptState])
     val application = new Application
@@ -32,7 +32,7 @@ object Report {
     node.setAll[ObjectNode](Json.tree(PageHead(Snapshot.Version, notes)))
   }
 
-  /** The events that are read. Lines with other events are not parsed. */
+  /** The events that the report needs. Lines with other events are not parsed. */
   private val EventNames =
     Seq(classOf[StagecrewState].getName, "SparkListenerApplicationStart", "SparkListenerApplicationEnd")
 
@@ -43,10 +43,10 @@ object Report {
       json.put("id", event.appId.getOrElse("")).put("name", event.appName).put("started", event.time)
     override def onApplicationEnd(event: SparkListenerApplicationEnd): Unit = json.put("ended", event.time)
 
-    /** Spark's buses do not pass SparkListenerLogStart on: its line is read here. */
+    /** Also reads the line of SparkListenerLogStart, because Spark does not pass this event to listeners. */
     def isRelevant(line: String): Boolean = {
       if (line.contains("SparkListenerLogStart"))
-        Log.contained("the version in an event log")(json.put("spark", Json.parse(line).path("Spark Version").asText))
+        Log.contained("reading the Spark version")(json.put("spark", Json.parse(line).path("Spark Version").asText))
       EventNames.exists(line.contains)
     }
   }

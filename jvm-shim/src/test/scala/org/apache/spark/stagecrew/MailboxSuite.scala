@@ -3,7 +3,7 @@ package org.apache.spark.stagecrew
 import org.scalatest.funsuite.AnyFunSuite
 import org.apache.spark.stagecrew.executor.Mailbox
 
-/** The events of a coordinator that wait for an evaluation: in order, once, and bounded. */
+/** The events that wait for an evaluation: in order, once, and bounded. */
 class MailboxSuite extends AnyFunSuite {
   private def events(names: String*): Seq[Array[Byte]] = names.map(_.getBytes)
 
@@ -22,7 +22,7 @@ class MailboxSuite extends AnyFunSuite {
     assert(take(mailbox).contains(4L -> Seq("d")))
   }
 
-  test("the last event may exceed the credit of bytes, and the next one waits") {
+  test("the last event may exceed the credit in bytes, and the next one waits") {
     val mailbox = new Mailbox(10, 1000)
     mailbox.offer(1, events("aaaa", "bbbb", "cccc"))
     mailbox.addCredit(10, 5)
@@ -49,7 +49,7 @@ class MailboxSuite extends AnyFunSuite {
     assert(mailbox.offer(2, events("b")).isInstanceOf[Mailbox.Refused])
   }
 
-  test("a full mailbox refuses events, by number or bytes; one event of any size fits an empty one") {
+  test("a mailbox is full by number or by bytes and then refuses events; an empty one accepts one event of any size") {
     val few = new Mailbox(2, 1000)
     few.offer(1, events("a", "b"))
     assert(few.offer(3, events("c")).asInstanceOf[Mailbox.Refused].reason.contains("2 events with 2 bytes are waiting"))
@@ -58,7 +58,7 @@ class MailboxSuite extends AnyFunSuite {
     assert(small.offer(2, events("b")).isInstanceOf[Mailbox.Refused])
   }
 
-  test("taken events make room") {
+  test("space becomes free when events are taken") {
     val mailbox = new Mailbox(2, 4)
     mailbox.addCredit(100, 1000)
     (1 to 50).foreach { n =>

@@ -10,7 +10,7 @@ import org.apache.spark.stagecrew.wire.NonBlockingWriter
 class NonBlockingWriterSuite extends AnyFunSuite with Eventually {
   override implicit val patienceConfig: PatienceConfig = PatienceConfig(Span(10, Seconds))
 
-  /** The written messages with the threads that wrote them. Each message is one byte, except the large ones. */
+  /** Records the written messages and the threads that wrote them. A message is one byte, except for large ones. */
   private final class Socket(blocksAfter: Int = Int.MaxValue) {
     private val bytes = mutable.Buffer.empty[Byte]
     private val writers = mutable.Set.empty[Thread]
@@ -34,7 +34,7 @@ class NonBlockingWriterSuite extends AnyFunSuite with Eventually {
 
   private def message(n: Int) = Array(n.toByte)
 
-  test("while little is unread, put writes at once") {
+  test("put writes immediately while little is unread") {
     val socket = new Socket
     val writer = new NonBlockingWriter(socket.write)
     (0 until NonBlockingWriter.MaxUnreadMessages).foreach(n => writer.put(message(n)))
@@ -43,7 +43,7 @@ class NonBlockingWriterSuite extends AnyFunSuite with Eventually {
     writer.close()
   }
 
-  test("put never waits for a slow reader, and the order is kept") {
+  test("put never blocks on a slow reader, and the order is kept") {
     val socket = new Socket(blocksAfter = NonBlockingWriter.MaxUnreadMessages)
     val writer = new NonBlockingWriter(socket.write)
     (0 until 100).foreach(n => writer.put(message(n)))
@@ -54,7 +54,7 @@ class NonBlockingWriterSuite extends AnyFunSuite with Eventually {
     writer.close()
   }
 
-  test("put writes at once again when the reader has read, and not before") {
+  test("put writes immediately again when the reader has read, but not before") {
     val socket = new Socket
     val writer = new NonBlockingWriter(socket.write)
     (0 until NonBlockingWriter.MaxUnreadMessages + 1).foreach(n => writer.put(message(n)))
@@ -66,13 +66,13 @@ class NonBlockingWriterSuite extends AnyFunSuite with Eventually {
     eventually {
       writer.wasRead(socket.all.size)
       socket.forgetThreads()
-      writer.put(message(34)) // once its thread has nothing more to do
+      writer.put(message(34)) // once the writer's thread is idle
       assert(socket.threads(Thread.currentThread))
     }
     writer.close()
   }
 
-  test("many bytes are unread as well as many messages") {
+  test("the limits apply to unread bytes and to unread messages") {
     val socket = new Socket
     val writer = new NonBlockingWriter(socket.write)
     writer.put(new Array[Byte](NonBlockingWriter.MaxUnreadBytes))
@@ -84,12 +84,12 @@ class NonBlockingWriterSuite extends AnyFunSuite with Eventually {
     writer.close()
   }
 
-  test("close ends the thread, and drops the queue") {
+  test("close stops the thread, and drops the queue") {
     val socket = new Socket(blocksAfter = NonBlockingWriter.MaxUnreadMessages)
     val writer = new NonBlockingWriter(socket.write)
     (0 until NonBlockingWriter.MaxUnreadMessages + 1).foreach(n => writer.put(message(n)))
     assert(socket.blocked.await(10, TimeUnit.SECONDS), "its thread has not begun to write")
-    writer.put(message(98)) // behind the one that its thread writes
+    writer.put(message(98)) // enqueued, because the writer's thread is blocked in a write
     writer.close()
     writer.put(message(99))
     socket.room.countDown()

@@ -7,7 +7,8 @@ import org.apache.spark.stagecrew.executor.PartitionCounts
 import org.apache.spark.stagecrew.partitions.{CachedBlock, Ending, Output, PartitionTable, Deletions}
 import org.apache.spark.stagecrew.wire.Description
 
-/** The books of stored partitions: by hand, and in all short orders and many long ones beside a model of plain sets. */
+/** The table of stored partitions: single cases, and all short and many long sequences of operations, compared with a
+  * model of plain sets. */
 class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
   private val table = new PartitionTable
 
@@ -29,7 +30,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.inventory == Map("a" -> (Set(0), Set.empty)))
   }
 
-  test("the end of an attempt keeps finished outputs, and forgets the others") {
+  test("at the end of an attempt, finished outputs are kept, and the others are forgotten") {
     write(1, "a", 0)
     table.setUp(1, "a", Output(1, 1))
     table.attemptEnded(1)
@@ -37,14 +38,14 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
   }
 
-  test("two attempts of one partition are two outputs; a rewritten output is one") {
+  test("two attempts of one partition are two outputs; an output that is written twice is one") {
     write(1, "a", 0)
     write(2, "a", 0)
     write(2, "a", 0, bytes = 30)
     assert(table.stored("a") == PartitionCounts(outputs = 2, outputBytes = 40))
   }
 
-  test("take returns all finished outputs, and no others") {
+  test("release returns all finished outputs, and no others") {
     write(1, "a", 0)
     write(2, "a", 1)
     write(3, "b", 2)
@@ -56,7 +57,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.release("a") == Deletions())
   }
 
-  test("an output that finishes after the end of its topology is deleted by its own thread") {
+  test("an output that finishes after the end of its topology is deleted by its task's thread") {
     table.setUp(1, "a", Output(0, 1))
     table.end("a", Ending(outputs = true))
     assert(table.finished(1, Output(0, 1), 10).contains("a"))
@@ -64,7 +65,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("used outputs pass to other topologies, also late ones; those of the application are forgotten") {
+  test("used outputs pass to heirs, even late ones; those that pass to the application are forgotten") {
     write(1, "a", 0)
     write(2, "a", 1)
     table.setUp(3, "a", Output(0, 3))
@@ -79,7 +80,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("an heir owns passed outputs at once, and they are released with it") {
+  test("an heir owns inherited outputs immediately, and they are released with it") {
     write(1, "a", 0)
     table.setUp(2, "a", Output(0, 2))
     table.setUp(3, "a", Output(0, 3))
@@ -93,7 +94,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("outputs pass from heir to heir, in any order of the ends") {
+  test("outputs pass from heir to heir, whichever topology ends first") {
     for (order <- Seq("a", "b", "c").permutations) {
       val table = new PartitionTable
       table.setUp(1, "a", Output(0, 1))
@@ -102,28 +103,28 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
       val endings = Map("a" -> Ending(outputs = true, heirs = Map(0 -> Some("b"))),
         "b" -> Ending(outputs = true, heirs = Map(0 -> Some("c"))), "c" -> Ending(outputs = true, heirs = Map(0 -> None)))
       order.foreach(topology => table.end(topology, endings(topology)))
-      assert(table.finished(2, Output(0, 2), 10).isEmpty, order) // the application's
+      assert(table.finished(2, Output(0, 2), 10).isEmpty, order) // passes to the application
       order.foreach(topology => assert(table.release(topology) == Deletions(), order))
       assert(table.isEmpty, order)
     }
   }
 
-  test("the application's outputs of unused shuffles are released at the end, later ones are not") {
+  test("the application's outputs of unused shuffles are released at the end, but later ones are not") {
     write(1, Description.Application, 0)
     write(2, Description.Application, 1)
     table.end("a", Ending(outputs = true, unclaimed = Set(0)))
-    write(3, Description.Application, 0) // of a job that began while its listeners closed
+    write(3, Description.Application, 0) // written by a job that began while the listeners closed
     assert(table.release("a") == Deletions(Map(Output(0, 1) -> 10L)))
     assert(table.stored(Description.Application) == PartitionCounts(outputs = 2, outputBytes = 20))
   }
 
-  test("a topology that the driver has not ended stays booked when the executor ends") {
+  test("a topology that the driver has not ended remains booked when the executor shuts down") {
     write(1, "a", 0)
     assert(table.release("a") == Deletions())
     assert(table.driverLost() == Seq(Output(0, 1)))
   }
 
-  test("blocks are counted where they were stored last, and released only if the topology asks for it") {
+  test("blocks are counted where they were stored last, and released only if the policy says so") {
     table.block("a", CachedBlock(1, 0), Some(5))
     table.block("a", CachedBlock(1, 0), Some(7))
     table.block("a", CachedBlock(2, 0), Some(1))
@@ -152,14 +153,14 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("the first end of a topology counts, until it is taken") {
+  test("the first end of a topology wins, until it is released") {
     write(1, "a", 0)
     table.end("a", Ending(outputs = true))
     table.end("a", Ending(outputs = false))
     assert(table.release("a").outputs.keySet == Set(Output(0, 1)))
   }
 
-  test("without a driver all finished outputs are deleted, also those that finish later") {
+  test("without a driver all finished outputs are deleted, including those that finish later") {
     write(1, "a", 0)
     table.setUp(2, "b", Output(0, 2))
     assert(table.driverLost() == Seq(Output(0, 1)))
@@ -177,7 +178,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.changed() == Set("a", "b"))
   }
 
-  // -- Beside a model
+  // -- Comparison with a model
 
   private val topologies = Seq("a", "b")
   private type Operation = (PartitionTable, Model) => Unit
@@ -232,9 +233,9 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     }
 
     def stored(topology: String): PartitionCounts = {
-      val mine = outputs.filter(_._1._1 == topology)
+      val ofTopology = outputs.filter(_._1._1 == topology)
       val blocked = blocks.filter(_._1._1 == topology)
-      PartitionCounts(progress.count(_._2 == topology).toLong, mine.size.toLong, mine.values.sum, blocked.size.toLong, blocked.values.sum)
+      PartitionCounts(progress.count(_._2 == topology).toLong, ofTopology.size.toLong, ofTopology.values.sum, blocked.size.toLong, blocked.values.sum)
     }
   }
 
@@ -279,12 +280,12 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
   }
   private lazy val every = operations
 
-  test("all orders of four operations match a model of plain sets") {
+  test("all sequences of four operations match a model of plain sets") {
     val n = every.size
     for (a <- 0 until n; b <- 0 until n; c <- 0 until n; d <- 0 until n) run(Seq(a, b, c, d))
   }
 
-  test("20,000 random orders of thirty operations match a model of plain sets") {
+  test("20,000 random sequences of thirty operations match a model of plain sets") {
     val random = new Random(5)
     (0 until 20000).foreach(_ => run(Seq.fill(30)(random.nextInt(every.size))))
   }
@@ -309,8 +310,8 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
       rounds.sorted.apply(rounds.size / 2)
     }
     val sizes = Seq(1000, 10000, 100000)
-    (0 until 3).foreach(_ => sizes.foreach(nanos)) // warm
-    // Sizes take turns, so that a busy machine meets all.
+    (0 until 3).foreach(_ => sizes.foreach(nanos)) // warm-up
+    // The sizes alternate, so that a busy machine affects all of them.
     val turns = (0 until 5).map(_ => sizes.map(nanos))
     val times = sizes.zip(turns.transpose.map(_.sorted.apply(2)))
     info(times.map { case (size, time) => f"$size%,d partitions: $time%.0f ns for each output" }.mkString("; "))

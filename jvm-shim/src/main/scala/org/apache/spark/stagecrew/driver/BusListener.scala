@@ -24,8 +24,8 @@ private[stagecrew] final case class PinningChanged() extends NotLogged
 private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListener {
   import crew.{executions, inLoop, topologies}
 
-  /** Attempts with failed opens, by stage and partition. Spark does not count these attempts, and retries them forever.
-    * */
+  /** Attempts with failed opens, by stage and partition. Spark does not count these attempts, and retries
+    * them forever. */
   private val openFailures = mutable.LinkedHashMap.empty[(Int, Int), mutable.HashSet[Long]]
 
   override def onJobStart(event: SparkListenerJobStart): Unit = {

@@ -57,7 +57,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   def start(application: Description): Unit = {
     call(add(application, ApplicationKind))
     SparkInternals.addListener(sc, events)
-    every(1000)("the driver's check of executions")(checkExecutions())
+    every(1000)("checking executions")(checkExecutions())
     eventLog.foreach(log => every(1000)("storing the state in the event log")(log.tick(snapshot)))
   }
 
@@ -220,8 +220,8 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   private[stagecrew] def endExecution(id: String): Unit =
     if (topologies.get(id).exists(_.state == "active")) { ends.end(id, settings.closeTimeoutMs); () }
 
-  /** Ends the topologies of executions that have ended according to Spark's own state, because events may be dropped.
-    * */
+  /** Ends the topologies of executions that have ended according to Spark's own state, because events may
+    * be dropped. */
   private def checkExecutions(): Unit = {
     executions.prune()
     partitions.prune()
@@ -235,8 +235,8 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   private def leaving: Boolean = lastLeaving.exists(System.nanoTime() - _ < LeavingNanos)
 
   /** The topology that uses the datasets of a job with this topology: the innermost active one around it, because
-    * another thread may have ended the topology. None if it is closing and cancelled, because its jobs are cancelled.
-    * */
+    * another thread may have ended the topology. None if it is closing and cancelled, because its jobs
+    * are cancelled. */
   private[stagecrew] def userOf(topology: Option[String]): Option[String] = {
     val covering = topology.flatMap(topologies.get).toSeq.flatMap(chainOf).filter(_.state != "closed")
     if (covering.headOption.exists(_.state == "closing") && covering.exists(_.cancelled.nonEmpty)) None

@@ -17,8 +17,8 @@ private[stagecrew] final class Topology(
   var ended = 0L
   var cancelled = Option.empty[String] // the reason
   /** The executors that requested its description (`executors`), that may store partitions of it without having
-    * requested it (`holders`), that have not closed it yet (`pending`), and that had blocks of `caches` (`cachedOn`).
-    * */
+    * requested it (`holders`), that have not closed it yet (`pending`), and that had blocks of
+    * `caches` (`cachedOn`). */
   val executors, holders, pending, cachedOn = mutable.LinkedHashSet.empty[String]
   val caches = mutable.LinkedHashSet.empty[Int] // cached datasets that the driver must unpersist
   val leftBlocks = mutable.ArrayBuffer.empty[SparkInternals.LeftBlocks] // files of lost executors, to be deleted

@@ -53,7 +53,8 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
       val message = Frames.encode("END_TOPOLOGY", topology.description.id, timeoutMs, Json.write(released.release))
       contacted.foreach(executor => executor.peer.ask(message, timeoutMs + ReplyMarginMs) {
         case Right(bytes) => inLoop {
-          Log.contained(s"the reply of executor ${executor.id}")(recordReply(topology, executor.id, bytes, released))
+          Log.contained(s"handling the reply of executor ${executor.id}")(
+            recordReply(topology, executor.id, bytes, released))
           executorReplied(topology, executor.id)
         }
         // A connection may close shortly before its executor is known to be lost. The executor is then reported as
@@ -139,7 +140,8 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
       val done = new CompletableFuture[Unit]()
       executor.peer.ask(message, ReplyMarginMs) {
         case Right(bytes) => inLoop {
-          Log.contained(s"counts of executor ${executor.id}")(crew.reported(executor.id, Frames.decodeMessage(bytes)))
+          Log.contained(s"recording the counts of executor ${executor.id}")(
+            crew.reported(executor.id, Frames.decodeMessage(bytes)))
           done.complete(())
         }
         case Left(error) =>

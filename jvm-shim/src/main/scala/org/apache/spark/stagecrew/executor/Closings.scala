@@ -17,13 +17,13 @@ trait Loop {
 private[stagecrew] abstract class ThreadLoop(name: String) extends Loop {
   protected val loop: ScheduledExecutorService = Executors.newSingleThreadScheduledExecutor(ExecutorCrew.daemon(name))
 
-  override def inLoop(f: => Unit): Unit = unlessEnded(loop.execute(() => Log.contained(s"the loop of $name")(f)))
+  override def inLoop(f: => Unit): Unit = unlessEnded(loop.execute(() => Log.contained(s"a call in loop $name")(f)))
 
   override def schedule(ms: Long)(f: => Unit): Unit = unlessEnded(
-    loop.schedule((() => Log.contained(s"the loop of $name")(f)): Runnable, ms, TimeUnit.MILLISECONDS))
+    loop.schedule((() => Log.contained(s"a call in loop $name")(f)): Runnable, ms, TimeUnit.MILLISECONDS))
 
-  protected def every(ms: Long)(what: String)(f: => Unit): Unit =
-    loop.scheduleWithFixedDelay(() => Log.contained(what)(f), ms, ms, TimeUnit.MILLISECONDS)
+  protected def every(ms: Long)(action: String)(f: => Unit): Unit =
+    loop.scheduleWithFixedDelay(() => Log.contained(action)(f), ms, ms, TimeUnit.MILLISECONDS)
 
   private def unlessEnded(f: => Unit): Unit = try f catch { case _: RejectedExecutionException => () }
 

@@ -94,7 +94,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
   }
 
   /** Ends the evaluations of a worker whose link is closed. */
-  def disconnected(link: Link): Unit = end(_.link eq link, "failed", s"$link is gone")
+  def disconnected(link: Link): Unit = end(_.link eq link, "failed", s"$link has disconnected")
 
   /** Ends the evaluations of an attempt that Spark has asked to end, so that no task waits for a coordinator.
     * `attempts` must already return the failure. */
@@ -143,7 +143,7 @@ object Evaluations {
       frames => driver.send(Frames.encode("FROM", executor, frames)))
     lazy val endpoint: Peer = Rpc.endpoint(s"stagecrew-evaluations-$executor", new Handler {
       override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit =
-        Log.contained("a coordinator's message")(evaluations.onDriverMessage(ByteBuffer.wrap(message)))
+        Log.contained("handling a message of a coordinator")(evaluations.onDriverMessage(ByteBuffer.wrap(message)))
     })
     // The endpoint's reference is sent only once, because its Java serialization is slow.
     driver.send(Rpc.withSender(endpoint, Frames.encode("FROM", executor, Array.emptyByteArray)))
@@ -158,8 +158,8 @@ object Evaluations {
   private final class Evaluation(val id: Long, val link: Link, val attempt: Long, mailbox: Mailbox) {
     /** The sequence number of the FINISH frame. The reply to this frame is the last one. */
     @volatile var finishing = -1L
-    /** Whether READY was sent to the driver, and how the evaluation ended before that. Guarded by the lock of `byId`.
-      * */
+    /** Whether READY was sent to the driver, and how the evaluation ended before that. Guarded by the lock
+      * of `byId`. */
     var announced = false
     var ending = Option.empty[(String, String)]
 

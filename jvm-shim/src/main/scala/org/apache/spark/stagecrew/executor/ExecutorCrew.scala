@@ -64,7 +64,7 @@ final class ExecutorCrew(
 
   ledger.samples = Some(samples)
   Partitions.serve(partitions)
-  every(settings.reportIntervalMs)("a report to the driver")(reports.report())
+  every(settings.reportIntervalMs)("sending a report to the driver")(reports.report())
 
   def taskStarted(task: TaskContext): Unit = attempts.started(task)
 
@@ -168,7 +168,7 @@ final class ExecutorCrew(
   /** Runs a call on the watchdog thread after a delay. The loop is not used, because it writes to links, and a process
     * that hangs can block it. */
   private[stagecrew] def watch(ms: Long)(f: => Unit): Unit =
-    watchdog.schedule((() => Log.contained("ending overdue processes")(f)): Runnable, ms + 10, TimeUnit.MILLISECONDS)
+    watchdog.schedule((() => Log.contained("killing overdue processes")(f)): Runnable, ms + 10, TimeUnit.MILLISECONDS)
 }
 
 object ExecutorCrew {

@@ -22,7 +22,7 @@ final class ExecutorShim extends ExecutorPlugin {
       preparePythonPath()
       crew = new ExecutorCrew(env.conf, env.executorId, Shim.version, Shim.jar,
         extra.get(DriverShim.Timelines) == "true")
-      Log.contained("preparing the samples of Python processes")(PythonPath.assign(Sampling, crew.sampling))
+      Log.contained("switching on the samples of Python processes")(PythonPath.assign(Sampling, crew.sampling))
       // In a local master, the driver's metrics have the same names and include this executor.
       if (env.executorId != SparkContext.DRIVER_IDENTIFIER)
         Metrics.registerExecutor(plugin.metricRegistry(), crew.ledger)
@@ -45,7 +45,7 @@ final class ExecutorShim extends ExecutorPlugin {
     if (hook != null) Log.contained("removing the shutdown hook")(SparkInternals.removeShutdownHook(hook))
     // In a local master, the same JVM may run another application without the plugin.
     if (added) Log.contained("removing the jar from the PYTHONPATH")(PythonPath.remove(Shim.jar))
-    Log.contained("ending the samples of Python processes")(PythonPath.assign(Sampling, ""))
+    Log.contained("switching off the samples of Python processes")(PythonPath.assign(Sampling, ""))
   }
 
   private def end(): Unit = if (crew != null) crew.shutdown(crew.settings.shutdownTimeoutMs)

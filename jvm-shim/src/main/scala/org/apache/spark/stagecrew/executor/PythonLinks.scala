@@ -60,7 +60,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
 
   override def disconnected(link: Link): Unit =
     if (link.role == "evaluations") crew.evaluations.foreach(_.disconnected(link)) else {
-    samples.gone(link)
+    samples.disconnected(link)
     processes.disconnected(link)
     if (link.role == "agent") {
       if (agent.disconnected(link, Option(agentKillReason))) {

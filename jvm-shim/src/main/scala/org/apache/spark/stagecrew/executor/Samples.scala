@@ -29,7 +29,7 @@ private[stagecrew] final class SampleLog(
   }
 
   /** A source has disconnected: its processes have ended. */
-  def gone(source: AnyRef): Unit = synchronized {
+  def disconnected(source: AnyRef): Unit = synchronized {
     if (current.contains(source)) record(source, Vector.empty)
     current -= source
   }

@@ -32,8 +32,8 @@ final class DatasetUsage {
     (exclusive, shared.map(dataset => dataset -> heir(dataset).get).toMap)
   }
 
-  /** A topology that uses a dataset. The application only if no other does, because its partitions are never released.
-    * */
+  /** A topology that uses a dataset. The application only if no other does, because its partitions are
+    * never released. */
   def heir(dataset: Int): Option[String] =
     users.get(dataset).flatMap(ids => ids.find(_ != Description.Application).orElse(ids.headOption))
 

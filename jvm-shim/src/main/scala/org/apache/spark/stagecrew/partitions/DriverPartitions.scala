@@ -154,8 +154,8 @@ private[stagecrew] object DriverPartitions {
 /** Shuffles and cached datasets, by Spark's ids. */
 final case class Datasets(shuffles: Vector[Int], caches: Vector[Int])
 
-/** The stored datasets of each topology on an executor, and the shuffles of which it `found` and deleted stale outputs.
-  * */
+/** The stored datasets of each topology on an executor, and the shuffles of which it `found` and deleted
+  * stale outputs. */
 final case class Inventory(topologies: VectorMap[String, Datasets], found: Vector[Int])
 
 /** A released shuffle. The outputs of attempts with ids below `before` are unused. */

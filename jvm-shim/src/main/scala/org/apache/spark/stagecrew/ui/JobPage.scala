@@ -5,7 +5,7 @@ import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
 import spark._, wire._
 
-/** The stored job whose driver this application is: its facts and its steps. */
+/** The page of the stored job that this application runs: its facts and its steps. */
 private[stagecrew] object JobPage {
   def html(model: PageModel, request: PageRequest): Seq[Node] = model.snapshot.recovery match {
     case None => <p>This application is no stored job's driver. Jobs that outlive their driver are submitted with

@@ -5,9 +5,9 @@ import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
 import driver._, executor._, spark._
 
-/** The first page of the tab: the application, its topologies, and their listeners over all executors. */
+/** The first page of the tab: the application, its topologies, and their listeners, summed over all executors. */
 private[stagecrew] object OverviewPage {
-  /** A listener of a topology on all executors together. */
+  /** A listener of a topology, summed over all executors. */
   private final case class Row(topology: TopologyView, executors: Seq[String], sum: ListenerCounts)
 
   def html(model: PageModel, request: PageRequest): Seq[Node] = {
@@ -20,8 +20,7 @@ private[stagecrew] object OverviewPage {
     val listed = all.filter(_.kind != DriverCrew.ApplicationKind).groupBy(_.state).view.mapValues(_.size).toMap
     val states = (if (forgotten > 0) listed.updated("closed", listed.getOrElse("closed", 0) + forgotten)
       else listed).toSeq.sortBy(_._1)
-    Seq[NodeSeq](
-      eventLogNotes(model),
+    Seq[NodeSeq](eventLogNotes(model),
       Show.facts(
         "Topologies" -> Show.fact(states.map { case (state, count) => s"$count $state" }.mkString(", ") +
           (if (forgotten > 0) s"; the last ${listed.getOrElse("closed", 0)} closed ones are listed" else "")),
@@ -50,7 +49,7 @@ private[stagecrew] object OverviewPage {
     if (all.isEmpty) "" else s"${running.size} running with $memory of memory, ${all.size - running.size} ended"
   }
 
-  /** The application first, then active topologies, then closed ones; the newest first. */
+  /** The application first, then active topologies, then closed ones, each with the newest first. */
   private def ordered(topologies: Seq[TopologyView]): Seq[TopologyView] =
     topologies.reverse.sortBy(t => if (t.kind == DriverCrew.ApplicationKind) 0 else if (t.state != "closed") 1 else 2)
 

@@ -6,15 +6,14 @@ import java.util.Locale
 import scala.xml.{Node, NodeSeq}
 import executor._, spark._, wire._
 
-/** The Python processes of the executors, with their figures over time. */
+/** The page of the executors' Python processes, with their memory, CPU, threads and files over time. */
 private[stagecrew] object ProcessesPage {
   def html(model: PageModel, request: PageRequest): Seq[Node] = {
     val (all, unsampled) = model.snapshot.processes.partition(_.problem.isEmpty)
     val processes = Table("processes", all.sortBy(p => (p.ended > 0, p.executor, p.role, p.pid)), columns(model))
     val running = all.filter(_.ended == 0)
     def sum(f: Sample => Long): Long = running.flatMap(_.samples.lastOption).map(f).sum
-    Seq[NodeSeq](
-      (model.notes.getOrElse("", Nil) ++ unsampled.map(process =>
+    Seq[NodeSeq]((model.notes.getOrElse("", Nil) ++ unsampled.map(process =>
         s"Executor ${process.executor} (host ${process.host}): ${process.problem}"))
         .distinct.map(Show.note),
       if (all.isEmpty) <p>No Python process has been sampled yet. Workers start with the first Python task of an

@@ -6,7 +6,7 @@ import scala.collection.mutable
 import scala.xml.{Node, NodeSeq}
 import executor._, spark._
 
-/** Draws spans as SVG, without a script. Text and lines have the colour of the page's text. Pure. */
+/** Draws spans as SVG, without JavaScript. Text and lines have the colour of the page's text. Pure functions. */
 private[stagecrew] object Timeline {
   val MaxLanes = 40
   val MaxRows = 12 // of a lane
@@ -19,7 +19,7 @@ private[stagecrew] object Timeline {
   private val Other = "#8a8a8a"
   private val Failed = "#d64550"
 
-  /** The timeline of a topology up to this time, with its summary in words. */
+  /** The timeline of a topology up to the time `until`, with a summary in words. */
   def of(topology: TopologyView, until: Long): NodeSeq =
     if (topology.spans.isEmpty && topology.spansDropped == 0) <p>No open, close or task has been recorded.</p>
     else if (topology.spans.isEmpty)
@@ -33,10 +33,10 @@ private[stagecrew] object Timeline {
         if (executors.size > MaxLanes) s" The first $MaxLanes executors are shown." else ""}</p>
     }
 
-  /** The picture in words, for screen readers. */
+  /** A description of the timeline for screen readers. */
   def summary(spans: Seq[Span], executors: Int): String = {
-    def count(kind: String, one: String): Option[String] =
-      Some(spans.count(_.kind == kind)).filter(_ > 0).map(n => s"$n $one${if (n == 1) "" else "s"}")
+    def count(kind: String, noun: String): Option[String] =
+      Some(spans.count(_.kind == kind)).filter(_ > 0).map(n => s"$n $noun${if (n == 1) "" else "s"}")
     val kinds = Seq(count("open", "open"), count("task", "task"), count("close", "close")).flatten
     val failed = spans.count(_.failed)
     s"${kinds.mkString(", ")} on $executors executor${if (executors == 1) "" else "s"}, " +
@@ -83,7 +83,7 @@ private[stagecrew] object Timeline {
   private def line(x1: String, x2: String, y1: String, y2: String): Node =
     <line x1={x1} x2={x2} y1={y1} y2={y2} stroke="currentColor" stroke-opacity="0.2"/>
 
-  /** Places overlapping spans in rows below each other, while rows are left. */
+  /** Places overlapping spans in different rows, up to `MaxRows` rows. Returns the number of rows. */
   private[stagecrew] def pack(spans: Seq[Span]): (Seq[(Span, Int)], Int) = {
     val ends = mutable.ArrayBuffer.empty[Long]
     val placed = spans.sortBy(_.started).map { span =>
@@ -100,14 +100,14 @@ private[stagecrew] object Timeline {
   }
 
   private def bar(span: Span, from: Double, to: Double, y: Int): Node = {
-    val what = s"${span.kind} ${Show.cut(span.name, Show.Length)} on ${Show.cut(span.executor, Show.Length)}"
+    val label = s"${span.kind} ${Show.cut(span.name, Show.Length)} on ${Show.cut(span.executor, Show.Length)}"
     val duration = if (span.ended > 0) s", ${elapsed(span.ended - span.started)}" else ", runs"
     val fill = if (span.failed) Failed else Colours.getOrElse(span.kind, Other)
     val kind = if (span.failed) "failed" else if (Colours.contains(span.kind)) span.kind else "other"
     <rect class={s"stagecrew-$kind"} x={decimal(from)} y={y.toString} width={decimal(math.max(2.0, to - from))}
-      height={(RowHeight - 2).toString} fill={fill} 
+      height={(RowHeight - 2).toString} fill={fill}
       stroke={edge(span.failed)}><title>{
-        s"$what$duration${if (span.failed) ", failed" else ""}"}</title></rect>
+        s"$label$duration${if (span.failed) ", failed" else ""}"}</title></rect>
   }
 
   private def key(colour: String, name: String, failed: Boolean): Node =
@@ -116,7 +116,7 @@ private[stagecrew] object Timeline {
 
   private def edge(failed: Boolean): Option[Node] = Option.when(failed)(scala.xml.Text("currentColor"))
 
-  /** Values over time as a small line, from zero to the largest. */
+  /** Draws values over time as a small line. Its scale is from zero to the largest value. */
   def sparkline(values: Seq[(Long, Long)], name: String, format: Long => String): Node = {
     val largest = math.max(1L, values.map(_._2).max)
     val (from, to) = (values.map(_._1).min, math.max(values.map(_._1).min + 1, values.map(_._1).max))

@@ -69,8 +69,8 @@ private[stagecrew] object TopologyPage {
   }
 
   private def partitions(of: PartitionCounts): String = {
-    def some(count: Long, what: String, bytes: Long): Option[String] =
-      Option.when(count > 0)(s"$count $what" + (if (bytes > 0) s" (${SparkUi.formatBytes(bytes)})" else ""))
+    def some(count: Long, label: String, bytes: Long): Option[String] =
+      Option.when(count > 0)(s"$count $label" + (if (bytes > 0) s" (${SparkUi.formatBytes(bytes)})" else ""))
     Seq(some(of.inProgress, "in progress", 0), some(of.outputs, "finished outputs", of.outputBytes),
       some(of.blocks, "cached blocks", of.blockBytes), some(of.released, "released", of.releasedBytes),
       some(of.releaseFailures, "could not be deleted", 0)).flatten.mkString(", ")
@@ -78,7 +78,7 @@ private[stagecrew] object TopologyPage {
 
   private def operatorColumns: Seq[Column[OperatorView]] = Seq(
     Column.text("Name")(_.name), Column.text("Kind")(_.kind), Column.text("State")(_.state),
-    Column.text("Progress")(_.progress.map { case (what, value) => s"$what $value" }.mkString(" / ")),
+    Column.text("Progress")(_.progress.map { case (label, value) => s"$label $value" }.mkString(" / ")),
     Column.text("Waits for", "What the coordinator or its tasks wait for, and since when")(_.waitsFor),
     Column.number("Live", "Running evaluations")(_.live), Column.number("Finished")(_.finished),
     Column.number("Failed")(_.failed),

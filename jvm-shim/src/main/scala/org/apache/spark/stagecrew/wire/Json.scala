@@ -9,15 +9,15 @@ import scala.jdk.CollectionConverters._
 import scala.reflect.ClassTag
 
 /**
- * JSON by Spark's own Jackson. A case class is an object with one field for each parameter.
+ * Reads and writes JSON with Spark's Jackson. A case class becomes an object with one field for each parameter.
  *
- * `None` is not written. An absent field is read as 0, false, "", an empty collection or `None`, and an unknown field
- * is ignored, so that event logs of older and newer versions stay readable.
+ * `None` is not written. A missing field is read as 0, false, "", an empty collection or `None`, and an unknown field
+ * is ignored. So event logs of older and newer versions are readable.
  */
 private[stagecrew] object Json {
   private val mapper = new ObjectMapper()
 
-  /** Names that fields had in event logs that were written before a rename. */
+  /** Former names of fields, for event logs that were written before the rename. */
   private val earlierNames = Map("abandoned" -> "cut")
 
   def parse(text: String): ObjectNode = mapper.readTree(text).asInstanceOf[ObjectNode]
@@ -38,7 +38,7 @@ private[stagecrew] object Json {
     case items: Iterable[_] =>
       items.foldLeft(mapper.createArrayNode())((array: ArrayNode, item) => array.add(node(item)))
     case product: Product => fields(product.productElementNames.zip(product.productIterator))
-    case other => throw new IllegalArgumentException(s"JSON holds no ${other.getClass.getName}")
+    case other => throw new IllegalArgumentException(s"a ${other.getClass.getName} cannot be written as JSON")
   }
 
   private def fields(values: Iterator[(String, Any)]): ObjectNode = values.foldLeft(obj()) {
@@ -53,10 +53,10 @@ private[stagecrew] object Json {
     case java.lang.Integer.TYPE => node.asInt
     case java.lang.Boolean.TYPE => node.asBoolean
     case text if text == classOf[String] => if (node.isNull) "" else node.asText
-    case number if number == classOf[Object] => node.asInt // the only primitive that collections hold
+    case number if number == classOf[Object] => node.asInt // Int is the only primitive type in our collections
     case product: Class[_] =>
       if (!node.isObject && !node.isMissingNode)
-        throw new IllegalArgumentException(s"${product.getSimpleName} is an object, not $node")
+        throw new IllegalArgumentException(s"a ${product.getSimpleName} must be a JSON object, not $node")
       val constructor = product.getConstructors.head
       constructor.newInstance(constructor.getParameters.map { parameter =>
         val name = if (node.has(parameter.getName)) parameter.getName
