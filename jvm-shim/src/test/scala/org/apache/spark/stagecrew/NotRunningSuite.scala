@@ -12,10 +12,10 @@ final class Squatter extends SparkPlugin {
   override def driverPlugin(): DriverPlugin = null
   override def executorPlugin(): ExecutorPlugin = new ExecutorPlugin {
     override def init(plugin: PluginContext, extra: JMap[String, String]): Unit = {
-      val nobody = new Handler {
+      val handler = new Handler {
         def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = ()
       }
-      Rpc.endpoint(s"stagecrew-${SparkEnv.get.executorId}", nobody)
+      Rpc.endpoint(s"stagecrew-${SparkEnv.get.executorId}", handler)
       ()
     }
   }

@@ -86,7 +86,7 @@ class SpansSuite extends AnyFunSuite {
     processes.connected(link)
     processes.hookBegan(link, "t", 0, "open", Long.MaxValue)
     processes.hookEnded(link, "t", 0, "open", failed = false, 700, "")
-    ledger.span("t", "task", fail("a name that nobody reads is made"), 900, failed = false)
+    ledger.span("t", "task", fail("the name of a span is computed although it is not recorded"), 900, failed = false)
     val report = ledger.report().get._2
     assert(report.spans.isEmpty && report.topologies("t").totals.opens == 1)
     assert(durations.toSeq == Seq("open" -> 700L, "task" -> 900L) && ledger.report().isEmpty)

@@ -33,7 +33,7 @@ final class Descriptions(
 
   def ids: Seq[String] = described.keys
 
-  /** The topology has ended. A key of it may belong to the next execution, because a query can be started again. */
+  /** The topology has ended. Forgets its key, because a streaming query with the same id may be started again. */
   def ended(id: String): Unit = executions.forgetAll(_.contains(id))
 
   def forget(id: String): Unit = {

@@ -158,8 +158,7 @@ object Evaluations {
   private final class Evaluation(val id: Long, val link: Link, val attempt: Long, mailbox: Mailbox) {
     /** The sequence number of the FINISH frame. The reply to this frame is the last one. */
     @volatile var finishing = -1L
-    /** Whether READY was sent to the driver, and how the evaluation ended before that. Guarded by the lock
-      * of `byId`. */
+    /** Whether READY was sent to the driver, and how the evaluation ended before that. Guarded by the outer lock. */
     var announced = false
     var ending = Option.empty[(String, String)]
 

@@ -36,8 +36,7 @@ private[stagecrew] final class ExecutorReports(crew: ExecutorCrew) {
     }
   }
 
-  /** Encodes a report of one topology: its counts, and after its end also unclosed listeners and
-    * released partitions. */
+  /** A report of one topology: its counts, and after its end also unclosed listeners and released partitions. */
   def of(id: String, unclosed: Seq[String] = Nil, deleted: Deletions = Deletions()): Array[Byte] = {
     partitions.updateLedger(id)
     val (sequence, report) = ledger.full(id)

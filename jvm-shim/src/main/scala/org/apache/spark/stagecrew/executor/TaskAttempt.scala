@@ -62,7 +62,7 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     val topology = Option(task.getLocalProperty(TopologyProperty))
     if (topology.nonEmpty || !applicationNeedsNothing) begin(task, topology)
   } catch {
-    // Spark has asked the attempt to end, so its body does not run in any case.
+    // Spark has asked the attempt to end, so its body does not run.
     case error: Throwable if task.isInterrupted() =>
       Log.log.debug(s"attempt ${task.taskAttemptId()} was killed while it began", error)
     case failed: OpenFailure => listenerFailed(task, failed)
