@@ -10,7 +10,8 @@ import org.slf4j.MDC;
  * stagecrew.stage}, {@code stagecrew.partition} and {@code stagecrew.attempt}: {@code %X{stagecrew.topology}} in a
  * log4j2 pattern. Register it with {@code spark.stagecrew.jvmListeners=stagecrew.MdcListener}.
  *
- * <p>Inside a nested topology the inner one's listener, if it has one, is seen; helper threads of a task have no keys.
+ * <p>In a nested topology, the keys name the inner topology if it also has this listener. Threads that a task starts
+ * have no keys.
  */
 public final class MdcListener implements TopologyListener {
   @Override

@@ -5,9 +5,10 @@ import org.apache.spark.TaskContext;
 /**
  * A listener of the lifecycle of topologies in the JVM of an executor.
  *
- * <p>{@code open} runs before the first task of the topology on the executor, at most once until {@code close}; tasks
- * that start meanwhile wait for it and share its outcome. If it throws, no task body runs: the attempt ends, {@code
- * close} is called once, a later attempt may open again, and at the retry limit the job is cancelled with the cause.
+ * <p>{@code open} runs before the first task of the topology on the executor, at most once until {@code close}. Tasks
+ * that start during {@code open} wait for it and share its outcome. If it throws, no task body runs: the attempt ends,
+ * {@code close} is called once, a later attempt may open again, and at the retry limit the job is cancelled with the
+ * cause.
  * {@code close} runs when the topology has ended and none of its tasks is live on the executor. It does <em>not</em>
  * run in an executor that is killed with SIGKILL.
  *

@@ -3,12 +3,12 @@ package org.apache.spark.stagecrew
 import scala.collection.mutable
 
 /**
- * A map that keeps the `limit` entries that were added last. An older entry is passed to `evicted`, which may add it to
- * a sum. Setting a key again keeps its place. Not thread-safe.
+ * A map of the last `limit` entries that were added. Older entries are evicted and passed to `evicted`, which may add
+ * them to a sum. Updating a key does not change its position. Not thread-safe.
  */
 private[stagecrew] final class Bounded[K, V](limit: Int)(evicted: (K, V) => Unit = (_: K, _: V) => ()) {
   private val entries = mutable.LinkedHashMap.empty[K, V]
-  /** How many entries were evicted. */
+  /** The number of evicted entries. */
   var forgotten = 0
 
   def update(key: K, value: V): Unit = {

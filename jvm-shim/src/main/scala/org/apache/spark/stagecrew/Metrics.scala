@@ -4,16 +4,16 @@ import com.codahale.metrics.{Gauge, Histogram, MetricRegistry, SlidingTimeWindow
 import java.util.concurrent.TimeUnit
 import driver._, executor._, ui._
 
-/** A gauge of the plugin. Its name ends with its unit, unless it counts things. docs/reference/metrics.md describes
-  * each. */
+/** A gauge of the plugin. Its name ends with a unit, unless it is a count. docs/reference/metrics.md describes each
+  * metric. */
 private[stagecrew] final case class Metric[A](name: String, value: A => Long)
 
-/** The measurements of the driver and of each executor; `processes` has the role and the last sample of each running
-  * process. */
+/** The values of one executor, or of the whole application on the driver. `processes` contains the role and the last
+  * sample of each running process. */
 private[stagecrew] final case class Sums(totals: Totals, partitions: PartitionCounts, processes: Seq[(String, Sample)])
 
 private[stagecrew] object Metrics {
-  /** On each executor, and on the driver for all executors together. */
+  /** Gauges of each executor, and of the driver, where they cover all executors. */
   val both: Seq[Metric[Sums]] = Seq(
     Metric("listeners.opens", _.totals.opens), Metric("listeners.closes", _.totals.closes),
     Metric("listeners.failures", _.totals.failures), Metric("listeners.lost", _.totals.lost),
@@ -29,7 +29,7 @@ private[stagecrew] object Metrics {
     Metric("processes.threads", _.processes.map(_._2.threads).sum),
     Metric("processes.files", _.processes.map(_._2.files).sum))
 
-  /** On the driver. */
+  /** Gauges of the driver only. */
   val driver: Seq[Metric[Snapshot]] = {
     def operators(name: String, f: OperatorView => Long) =
       Metric[Snapshot](s"coordinators.$name", _.coordinators.fold(0L)(f))
@@ -46,11 +46,10 @@ private[stagecrew] object Metrics {
       percentiles("replies", _.replies) ++ percentiles("acknowledgements", _.acknowledgements)
   }
 
-  /** Histograms of the last minute on each executor, by the kind of span. (A Dropwizard timer has another unit in
-    * each sink.) */
+  /** Histograms of each executor over the last minute, by the kind of span. Dropwizard timers are not used, because
+    * their unit depends on the sink. */
   val times: Seq[(String, String)] = Seq(
-    "open" -> "listeners.open.duration.micros",
-    "close" -> "listeners.close.duration.micros",
+    "open" -> "listeners.open.duration.micros", "close" -> "listeners.close.duration.micros",
     "task" -> "tasks.duration.micros")
 
   def registerDriver(registry: MetricRegistry, crew: DriverCrew): Unit = {
@@ -64,7 +63,7 @@ private[stagecrew] object Metrics {
     val durations = times.map { case (kind, name) =>
       kind -> registry.register(name, new Histogram(new SlidingTimeWindowArrayReservoir(1, TimeUnit.MINUTES)))
     }.toMap
-    ledger.timed = (kind, micros) => durations.get(kind).foreach(_.update(micros))
+    ledger.onDuration = (kind, micros) => durations.get(kind).foreach(_.update(micros))
   }
 
   private def gauge(registry: MetricRegistry, name: String)(f: => Long): Unit =
@@ -76,5 +75,5 @@ private[stagecrew] object Metrics {
     lastSamples(snapshot.processes))
 
   private[stagecrew] def lastSamples(processes: Seq[ProcessView]): Seq[(String, Sample)] =
-    processes.filter(_.ended == 0).flatMap(one => one.samples.lastOption.map(one.role -> _))
+    processes.filter(_.ended == 0).flatMap(process => process.samples.lastOption.map(process.role -> _))
 }

@@ -4,43 +4,43 @@ import java.util.concurrent.{CompletableFuture, ConcurrentHashMap, ExecutionExce
 import scala.jdk.CollectionConverters._
 
 /**
- * Values by key, each made once: the first caller has it made, and all others wait for the same outcome. A failure is
- * forgotten, so that the next caller tries again.
+ * Computes values by key, each only once: the first caller starts the computation, and all others wait for the same
+ * outcome. A failure is not stored, so the next caller tries again.
  *
- * Values are made in `pool`, not in the caller's thread: a task that is killed meanwhile must not end the work of the
- * others.
+ * Values are computed in `pool`, not in the caller's thread. If the caller is a task that is killed, the others still
+ * get the value.
  */
 private[stagecrew] final class Once[T](pool: Executor) {
-  private val known = new ConcurrentHashMap[String, CompletableFuture[T]]()
+  private val values = new ConcurrentHashMap[String, CompletableFuture[T]]()
 
-  /** The value of a key. Throws what making it threw. */
-  def of(key: String)(make: => T): T = {
-    val mine = new CompletableFuture[T]()
-    val shared = Option(known.putIfAbsent(key, mine)).getOrElse {
-      try pool.execute(() => complete(key, mine)(make))
-        catch { case error: Throwable => known.remove(key, mine); throw error }
-      mine
+  /** The value of a key. Throws the exception of the computation. */
+  def of(key: String)(compute: => T): T = {
+    val created = new CompletableFuture[T]()
+    val shared = Option(values.putIfAbsent(key, created)).getOrElse {
+      try pool.execute(() => complete(key, created)(compute))
+        catch { case error: Throwable => values.remove(key, created); throw error }
+      created
     }
     try shared.get() catch { case failed: ExecutionException => throw failed.getCause }
   }
 
-  private def complete(key: String, mine: CompletableFuture[T])(make: => T): Unit = try mine.complete(make) catch {
+  private def complete(key: String, value: CompletableFuture[T])(f: => T): Unit = try value.complete(f) catch {
     case error: Throwable =>
-      known.remove(key, mine)
-      mine.completeExceptionally(error)
+      values.remove(key, value)
+      value.completeExceptionally(error)
   }
 
-  /** The value, if it has been made. */
+  /** The value, if it is computed. */
   def now(key: String): Option[T] =
-    Option(known.get(key)).filter(value => value.isDone && !value.isCompletedExceptionally).map(_.get())
+    Option(values.get(key)).filter(value => value.isDone && !value.isCompletedExceptionally).map(_.get())
 
-  /** The value that is being made. */
-  def pending(key: String): Option[CompletableFuture[T]] = Option(known.get(key)).filterNot(_.isDone)
+  /** The value, if it is being computed. */
+  def pending(key: String): Option[CompletableFuture[T]] = Option(values.get(key)).filterNot(_.isDone)
 
-  def keys: Seq[String] = known.keySet.asScala.toSeq
+  def keys: Seq[String] = values.keySet.asScala.toSeq
 
-  def forget(key: String): Unit = known.remove(key)
+  def forget(key: String): Unit = values.remove(key)
 
-  /** Forgets the values that have been made and satisfy a condition. */
-  def forgetAll(which: T => Boolean): Unit = keys.filter(now(_).exists(which)).foreach(forget)
+  /** Forgets the computed values that satisfy a condition. */
+  def forgetAll(condition: T => Boolean): Unit = keys.filter(now(_).exists(condition)).foreach(forget)
 }

@@ -4,36 +4,36 @@ import com.fasterxml.jackson.databind.node.ObjectNode
 import org.apache.spark.scheduler._
 import spark._, ui._, wire._
 
-/** The main class that `stagecrew report` runs with spark-submit: it reads an event log as the History Server does,
-  * and prints the JSON of the tab. */
+/** The main class that `stagecrew report` runs with spark-submit. It reads an event log like the History Server, and
+  * prints the JSON of the tab. */
 object Report {
-  /** The beginning of the line with the JSON, or with the error (python/stagecrew/observability/event_log.py). */
-  private val Found = "stagecrew-report: "
-  private val Wrong = "stagecrew-report-error: "
+  /** The prefixes of the line with the JSON or with the error. python/stagecrew/observability/event_log.py reads it. */
+  private val ReportPrefix = "stagecrew-report: "
+  private val ErrorPrefix = "stagecrew-report-error: "
 
   def main(arguments: Array[String]): Unit = {
-    val line = try Found + Json.write(of(arguments.head)) catch {
-      case Failure(error) => Wrong + String.valueOf(error.getMessage).linesIterator.mkString(" ")
+    val line = try ReportPrefix + Json.write(of(arguments.head)) catch {
+      case Failure(error) => ErrorPrefix + String.valueOf(error.getMessage).linesIterator.mkString(" ")
     }
     new java.io.PrintStream(new java.io.FileOutputStream(java.io.FileDescriptor.out), true, "UTF-8").println(line)
   }
 
-  /** The content of a log, with its application and its notes. */
+  /** The content of an event log, with the application and the notes. */
   private[stagecrew] def of(log: String): ObjectNode = {
-    val kept = SparkUi.keptInMemory(classOf[KeptState])
+    val store = SparkUi.inMemory(classOf[KeptState])
     val application = new Application
-    SparkUi.replay(log, Seq(new HistoryListener(kept, Int.MaxValue), application), application.wanted)
-    val shown = History.of(kept.all)
-    val node = shown.snapshot.json
+    SparkUi.replay(log, Seq(new HistoryListener(store, Int.MaxValue), application), application.isRelevant)
+    val model = History.of(store.all)
+    val node = model.snapshot.json
     node.set[ObjectNode]("application", application.json)
-    val names = shown.snapshot.topologies.map(topology => topology.id -> topology.name).toMap
-    val notes = shown.notes.toSeq.sortBy(_._1).flatMap { case (id, texts) =>
+    val names = model.snapshot.topologies.map(topology => topology.id -> topology.name).toMap
+    val notes = model.notes.toSeq.sortBy(_._1).flatMap { case (id, texts) =>
       texts.map(text => names.get(id).fold(text)(name => s"$name: $text")) }
     node.setAll[ObjectNode](Json.tree(PageHead(Snapshot.Version, notes)))
   }
 
-  /** The events that are read. Lines with other events are not parsed. */
-  private val Read =
+  /** The events that the report needs. Lines with other events are not parsed. */
+  private val EventNames =
     Seq(classOf[StagecrewState].getName, "SparkListenerApplicationStart", "SparkListenerApplicationEnd")
 
   private final class Application extends SparkListener {
@@ -43,11 +43,11 @@ object Report {
       json.put("id", event.appId.getOrElse("")).put("name", event.appName).put("started", event.time)
     override def onApplicationEnd(event: SparkListenerApplicationEnd): Unit = json.put("ended", event.time)
 
-    /** Spark's buses do not pass SparkListenerLogStart on: its line is read here. */
-    def wanted(line: String): Boolean = {
+    /** Also reads the line of SparkListenerLogStart, because Spark does not pass this event to listeners. */
+    def isRelevant(line: String): Boolean = {
       if (line.contains("SparkListenerLogStart"))
-        Log.contained("the version in an event log")(json.put("spark", Json.parse(line).path("Spark Version").asText))
-      Read.exists(line.contains)
+        Log.contained("reading the Spark version")(json.put("spark", Json.parse(line).path("Spark Version").asText))
+      EventNames.exists(line.contains)
     }
   }
 }

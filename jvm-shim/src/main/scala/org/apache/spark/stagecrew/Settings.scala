@@ -69,10 +69,10 @@ object Settings {
   Seq("ack.timeout" -> "30s", "request.timeout" -> "60s", "event.maxSize" -> "16m") // read by Python only
     .foreach { case (name, default) => key(name, default) }
 
-  /** Every key with its default, for the test that compares them with `conf.py`. */
+  /** Every key with its default. A test compares them with `conf.py`. */
   def known: JMap[String, String] = new JLinkedHashMap(defaults.asJava)
 
-  /** Keys with our prefix that do not exist: they are probably misspelt. */
+  /** Keys with our prefix that do not exist, probably misspelt ones. */
   def unknown(conf: SparkConf): Seq[String] =
     conf.getAll.toSeq.map(_._1).filter(key => key.startsWith(Prefix) && !defaults.contains(key)).sorted
 }

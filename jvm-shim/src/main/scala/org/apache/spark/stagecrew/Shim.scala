@@ -4,9 +4,9 @@ import java.io.File
 import java.util.concurrent.ConcurrentHashMap
 import driver._
 
-/** What both sides of the plugin need to know about this jar. */
+/** The version and the location of this jar, and the running drivers, which Python looks up. */
 object Shim {
-  /** The version of this jar, which is that of the Python package in it. */
+  /** The version of this jar and of the Python package in it. */
   val version: String = {
     val in = getClass.getClassLoader.getResourceAsStream("stagecrew/_version.py")
     def text = new String(in.readAllBytes(), "UTF-8")
@@ -17,7 +17,7 @@ object Shim {
   /** The path of this jar on this host. */
   def jar: String = new File(getClass.getProtectionDomain.getCodeSource.getLocation.toURI).getAbsolutePath
 
-  /** The Spark that this jar was built for, as major.minor. */
+  /** The Spark version that this jar was built for, as major.minor. */
   val SparkLine = "4.3"
 
   def checkSpark(running: String): Unit = if (!running.startsWith(SparkLine + ".")) throw new IllegalStateException(
@@ -26,7 +26,7 @@ object Shim {
 
   private val drivers = new ConcurrentHashMap[String, DriverFacade]()
 
-  /** For Python: the driver's part of an application; null if the plugin does not run in it. */
+  /** For Python: the facade of an application's driver. Null if the plugin does not run in the application. */
   def driver(application: String): DriverFacade = drivers.get(application)
 
   private[stagecrew] def running(application: String, facade: DriverFacade): Unit = drivers.put(application, facade)

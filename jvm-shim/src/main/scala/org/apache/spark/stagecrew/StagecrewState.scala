@@ -4,13 +4,14 @@ import com.fasterxml.jackson.annotation.JsonIgnoreProperties
 import org.apache.spark.scheduler.SparkListenerEvent
 
 /**
- * An event of the event log: the whole state of one topology, or of the application beside its topologies, at this
- * time. A later event replaces an earlier one of the same `kind` and `id`. Fields are added, never changed. A newer
- * version, or another program, may leave out anything.
+ * An event of the event log: the whole state of one topology at a point in time, or of the application without its
+ * topologies. A later event replaces an earlier one of the same `kind` and `id`. New versions may add fields, but never
+ * change existing ones. Readers must expect that any field is missing.
  *
- * @param number the number of this event among those of the same `kind` and `id`
- * @param capped nothing more is stored until the end; in the last event: changes before the end were not stored
- * @param trimmed the body was too large, and something was left out
+ * @param number the number of this event among those with the same `kind` and `id`
+ * @param capped the limit of events is reached, and no more are stored until the end. In the last event: some changes
+ * before the end were not stored
+ * @param trimmed the body was too large, so parts of it were left out
  */
 @JsonIgnoreProperties(ignoreUnknown = true)
 final case class StagecrewState(
@@ -21,6 +22,6 @@ private[stagecrew] object StagecrewState {
   val Topology = "topology"
   val Application = "application" // processes and the stored job
 
-  /** The maximum size of a body in UTF-8. From a larger one something is left out. */
+  /** The maximum size of a body in UTF-8. Larger bodies are trimmed. */
   val MaxBytes: Int = 256 * 1024
 }

@@ -12,31 +12,31 @@ class ApplicationStatsSuite extends AnyFunSuite {
   private def view(name: String, failed: Long, state: String = "active", live: Long = 1): OperatorView =
     operator(name).copy(state = state, failed = failed, live = live)
 
-  private def told(book: OperatorBook, sequence: Long, views: OperatorView*): Unit = {
+  private def record(book: OperatorBook, sequence: Long, views: OperatorView*): Unit = {
     book.record(sequence, views.map(one => one.name -> one))
   }
 
   private def names(book: OperatorBook): Vector[String] = book.views.map(_.name)
 
-  test("the last frame of a coordinator counts; repeated and late frames change nothing") {
+  test("the last frame of a coordinator wins; repeated and late frames change nothing") {
     val book = new OperatorBook
-    told(book, 2, view("a", 5))
-    told(book, 1, view("a", 3), view("b", 1))
-    told(book, 2, view("a", 9))
+    record(book, 2, view("a", 5))
+    record(book, 1, view("a", 3), view("b", 1))
+    record(book, 2, view("a", 9))
     assert(book.views.map(one => one.name -> one.failed) == Vector("a" -> 5L, "b" -> 1L) && book.forgotten == 0)
   }
 
-  test("idle uses leave the list first, and stay in the sums and in the number") {
+  test("idle uses are removed from the list first, and remain in the sums and in the count") {
     val book = new OperatorBook(limit = 3)
-    told(book, 1, view("old", 1), view("over", 10, "closed", live = 0), view("leaving", 5, "closed"), view("new", 100))
+    record(book, 1, view("old", 1), view("over", 10, "closed", live = 0), view("leaving", 5, "closed"), view("new", 100))
     assert(names(book) == Vector("old", "leaving", "new", Topology.Forgotten) && book.forgotten == 1)
-    told(book, 2, view("newer", 1000))
+    record(book, 2, view("newer", 1000))
     assert(names(book) == Vector("leaving", "new", "newer", Topology.Forgotten) && book.forgotten == 2)
     assert(book.views.map(_.failed).sum == 1116 && book.views.last.failed == 11 && book.views.last.finished == 4)
-    told(book, 3, view("old", 3), view("over", 10, "closed", live = 0)) // unlisted ones still report
+    record(book, 3, view("old", 3), view("over", 10, "closed", live = 0)) // unlisted ones still report
     assert(names(book) == Vector("leaving", "new", "newer", Topology.Forgotten) && book.forgotten == 2)
     assert(book.views.map(_.failed).sum == 1118)
-    told(book, 2, view("old", 2)) // late
+    record(book, 2, view("old", 2)) // late
     assert(book.views.map(_.failed).sum == 1118)
   }
 
@@ -45,19 +45,19 @@ class ApplicationStatsSuite extends AnyFunSuite {
     val book = new OperatorBook(limit = 5, remembered = 10)
     val failed = (1 to 200).map { i =>
       val count = random.nextInt(10).toLong
-      told(book, i.toLong, view(s"o$i", count, if (random.nextInt(3) == 0) "active" else "closed", live = 0))
+      record(book, i.toLong, view(s"o$i", count, if (random.nextInt(3) == 0) "active" else "closed", live = 0))
       assert(book.views.size <= 6)
       count
     }
     assert(book.views.map(_.failed).sum == failed.sum && book.forgotten == 195)
   }
 
-  test("pages and JSON have the number and the failures of all uses, listed or not") {
+  test("pages and JSON contain the count and the failures of all uses, listed or not") {
     val topology = new Topology(Description("a", "a", None, Vector.empty)(), "named")
-    (1 to OperatorBook.Limit + 100).foreach(i => told(topology.operators, i.toLong, view(s"o$i", 1, "closed", live = 0)))
-    val row = rows(page("", shown(topology.view)), "topologies").head
+    (1 to OperatorBook.Limit + 100).foreach(i => record(topology.operators, i.toLong, view(s"o$i", 1, "closed", live = 0)))
+    val row = rows(page("", model(topology.view)), "topologies").head
     assert((row(8), row(9)) == (("600", "600")))
-    val html = page("topology", shown(topology.view), "id" -> "a")
+    val html = page("topology", model(topology.view), "id" -> "a")
     assert(html.text.contains("Coordinators (600)") && html.text.contains("100; their counts"))
     val json = Json.tree(topology.view)
     assert(Json.as[TopologyView](json) == topology.view && json.get("forgottenOperators").asInt == 100)

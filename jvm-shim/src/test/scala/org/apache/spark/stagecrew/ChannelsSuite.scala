@@ -13,11 +13,11 @@ import scala.jdk.CollectionConverters._
 import scala.util.Random
 import org.apache.spark.stagecrew.wire.{Channels, Frame, FrameException, Frames, Json, Link, LinkHandler}
 
-/** The executor's channels with real sockets: whatever arrives, the others are served. */
+/** The server of channels with real sockets. Whatever one connection sends, the server continues to serve the others. */
 class ChannelsSuite extends AnyFunSuite {
   private val TimeoutMs = 400L
 
-  /** Replies to each BEGIN with CLOSED, so that a link can see that it is served. */
+  /** Replies to each BEGIN with CLOSED, so that a client can check that it is served. */
   private final class Echo extends LinkHandler {
     val connections = new AtomicInteger
     val ends = new AtomicInteger
@@ -45,7 +45,7 @@ class ChannelsSuite extends AnyFunSuite {
       read().text("topology") == attempt.toString
     }
 
-    /** Reads to the end, which comes also as a reset. */
+    /** Reads up to the end of the stream or a connection reset. */
     def refused(): Boolean = try { while (true) read(); false } catch { case _: EOFException | _: SocketException => true }
   }
 
@@ -58,13 +58,13 @@ class ChannelsSuite extends AnyFunSuite {
     val settings = new Settings(new SparkConf(false)
       .set(Settings.ChannelTimeout, s"${timeoutMs}ms").set(Settings.MaxFrame, "64k"))
     val echo = new Echo
-    val channels = new Channels(folder, settings, "1.0", () => "welcome", echo)
+    val channels = new Channels(folder, settings, "1.0", "executor 1", () => "welcome", echo)
     try {
       val token = Json.parse(Files.readString(channels.place)).get("token").asText
       body(channels, echo, token)
     } finally {
       channels.close()
-      Files.delete(folder) // fails when anything is left in it
+      Files.delete(folder) // fails if the folder is not empty
     }
     eventually(assert(echo.connections.get == echo.ends.get))
     ()
@@ -89,7 +89,7 @@ class ChannelsSuite extends AnyFunSuite {
     attempt()
   }
 
-  /** A link that was there before, and a new one, are served. */
+  /** An existing link and a new one are served. */
   private def stillServes(channels: Channels, token: String, before: Client): Unit = {
     assert(before.served(1))
     val after = known(channels.port, token)
@@ -97,7 +97,7 @@ class ChannelsSuite extends AnyFunSuite {
     after.socket.close()
   }
 
-  /** It is refused long before the deadline for silence. */
+  /** The connection is refused long before the authentication deadline. */
   private def refusedAtOnce(first: Array[Byte]): Unit = withDeadline(60000) { (channels, echo, token) =>
     val good = known(channels.port, token)
     val bad = new Client(channels.port)
@@ -141,7 +141,7 @@ class ChannelsSuite extends AnyFunSuite {
     }
   }
 
-  test("a silent connection is refused at the deadline, and a trickle of bytes does not extend it") {
+  test("a silent connection is refused at the deadline, and slowly sent bytes do not extend it") {
     withChannels { (channels, echo, token) =>
       val good = known(channels.port, token)
       val silent = new Client(channels.port)
@@ -159,21 +159,21 @@ class ChannelsSuite extends AnyFunSuite {
       assert(ms >= TimeoutMs - 50 && ms < TimeoutMs + 3000)
       assert(echo.connections.get == 1)
       stillServes(channels, token, good)
-      Thread.sleep(TimeoutMs) // one that is known has no deadline
+      Thread.sleep(TimeoutMs) // an authenticated link has no deadline
       assert(good.served(3))
     }
   }
 
-  test("garbage is refused at once") {
+  test("garbage is refused immediately") {
     refusedAtOnce("GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".getBytes)
   }
 
-  test("a first frame that is too long is refused at once, with any token") {
+  test("a first frame that is too long is refused immediately, whatever its token") {
     refusedAtOnce(ByteBuffer.allocate(4).putInt(Channels.MaxHello + 1).array)
     refusedAtOnce(ByteBuffer.allocate(4).putInt(-1).array)
   }
 
-  test("another first frame is refused at once") {
+  test("a first frame of another kind is refused immediately") {
     refusedAtOnce(Frames.encode("BEGIN", 7L))
   }
 
@@ -194,7 +194,7 @@ class ChannelsSuite extends AnyFunSuite {
     }
   }
 
-  test("a link that sends an oversized frame, garbage or a refused frame is closed, and no other link") {
+  test("only a link that sends an oversized frame, garbage or an unexpected frame is closed") {
     withChannels { (channels, echo, token) =>
       val good = known(channels.port, token)
       val bad = Seq(ByteBuffer.allocate(4).putInt(65537).array, ByteBuffer.allocate(8).putInt(4).put(77.toByte).array,
@@ -213,7 +213,7 @@ class ChannelsSuite extends AnyFunSuite {
   test("more unauthenticated connections than the limit are refused, and closed ones do not count") {
     withChannels { (channels, _, token) =>
       val good = known(channels.port, token)
-      val strangers = Vector.fill(Channels.MaxStrangers + 20)(new Client(channels.port))
+      val strangers = Vector.fill(Channels.MaxUnauthenticated + 20)(new Client(channels.port))
       assert(good.served(1))
       strangers.foreach(stranger => assert(stranger.refused()))
       stillServes(channels, token, good)
@@ -245,7 +245,7 @@ class ChannelsSuite extends AnyFunSuite {
             client.socket.shutdownOutput()
             client.refused()
           }
-        } catch { case _: IOException | _: FrameException => () } // refused while it sends
+        } catch { case _: IOException | _: FrameException => () } // refused while sending
         client.socket.close()
       }
       done.countDown()
@@ -256,7 +256,7 @@ class ChannelsSuite extends AnyFunSuite {
     }
   }
 
-  test("close ends the port, the place file, every link and every thread") {
+  test("close removes the port and the place file, and ends every link and every thread") {
     var port = 0
     var place: Path = null
     var links = Seq.empty[Client]

@@ -7,19 +7,19 @@ import org.scalatest.concurrent.Eventually._
 import org.scalatest.funsuite.AnyFunSuite
 import org.scalatest.time.{Seconds, Span}
 import org.apache.spark.stagecrew.executor.{Agent, Closings, Ledger, Loop, Processes, TopologyTable}
-import org.apache.spark.stagecrew.listeners.{ExecutorListeners, Where}
-import org.apache.spark.stagecrew.partitions.{CachedBlock, Taken}
+import org.apache.spark.stagecrew.listeners.{ExecutorListeners, ListenerContext}
+import org.apache.spark.stagecrew.partitions.{CachedBlock, Deletions}
 import org.apache.spark.stagecrew.spark.Reply
 import org.apache.spark.stagecrew.wire.{Description, Entry, Link}
 
-/** How a topology is closed on an executor: in order, once, bounded. The test sends the links' replies itself. */
+/** Closing a topology on an executor: in order, once, and within a timeout. The test simulates the Python processes. */
 class ClosingsSuite extends AnyFunSuite {
   private final class Fixture {
     val ledger = new Ledger
     val table = new TopologyTable
     val processes = new Processes(ledger, (_, index) => (s"listener $index", "worker"), () => 0L)
     val sent = mutable.ArrayBuffer.empty[(String, String)] // process, topology
-    val replies = mutable.ArrayBuffer.empty[Seq[String]] // who has not closed
+    val replies = mutable.ArrayBuffer.empty[Seq[String]] // the unclosed listeners of each reply
     val closed = mutable.ArrayBuffer.empty[String]
     private val due = mutable.ArrayBuffer.empty[() => Unit]
     private val settings = new Settings(new SparkConf(false))
@@ -47,13 +47,13 @@ class ClosingsSuite extends AnyFunSuite {
       override def schedule(ms: Long)(f: => Unit): Unit = due += (() => f)
     }
     private val agent = new Agent(() => null, settings, "", _ => ())
-    val sides = new ExecutorListeners(settings, ledger, processes, agent, pool, _ => Where("app", "t", "t", "1", "host", java.util.Map.of()))
+    val executorListeners = new ExecutorListeners(settings, ledger, processes, agent, pool, _ => ListenerContext("app", "t", "t", "1", "host", java.util.Map.of()))
     val released = mutable.Buffer.empty[String]
-    var releasing = CompletableFuture.completedFuture(Taken(blocks = Map(CachedBlock(7, 0) -> 1L)))
-    val taken = mutable.Buffer.empty[Option[Taken]]
-    val closings = new Closings("1", table, processes, sides, pool, loop)(
+    var releasing = CompletableFuture.completedFuture(Deletions(blocks = Map(CachedBlock(7, 0) -> 1L)))
+    val reportedDeletions = mutable.Buffer.empty[Option[Deletions]]
+    val closings = new Closings("1", table, processes, executorListeners, pool, loop)(
       topology => { released += topology; releasing },
-      (_, unclosed, gone) => { replies += unclosed; taken += gone; Array.emptyByteArray }, closed += _)
+      (_, unclosed, deletions) => { replies += unclosed; reportedDeletions += deletions; Array.emptyByteArray }, closed += _)
     private var pids = 100L
 
     def link(role: String = "worker"): Link = {
@@ -61,22 +61,22 @@ class ClosingsSuite extends AnyFunSuite {
       val name = s"p$pids"
       val link = Links.link(name, role, pids) { frame => sent += name -> frame.text("topology"); () }
       processes.connected(link)
-      processes.touched(link, "t")
+      processes.addTopology(link, "t")
       processes.hookBegan(link, "t", 0, "open", Long.MaxValue)
       processes.hookEnded(link, "t", 0, "open", failed = false, 1, "")
       link
     }
 
     def end(): Unit = loop.inLoop(closings.end("t", 1000, Some(new Reply {
-      override def answer(bytes: Array[Byte]): Unit = ()
+      override def send(bytes: Array[Byte]): Unit = ()
       override def fail(error: Throwable): Unit = ()
     })))
 
-    def said(link: Link): Unit = { processes.closed(link, "t"); closings.changed() }
-    def timeIsOver(): Unit = { due.foreach(_.apply()); due.clear() }
+    def confirmClosed(link: Link): Unit = { processes.closed(link, "t"); closings.changed() }
+    def expireTimeouts(): Unit = { due.foreach(_.apply()); due.clear() }
   }
 
-  test("a close waits for attempts, then for workers, then for the agent") {
+  test("closing waits for attempts, then for workers, then for the agent") {
     val f = new Fixture
     val (worker, agent) = (f.link(), f.link("agent"))
     f.table.begin(1, Seq("t"))
@@ -85,41 +85,41 @@ class ClosingsSuite extends AnyFunSuite {
     f.table.finish(1)
     f.closings.changed()
     assert(f.sent == Seq(worker.process -> "t"))
-    f.said(worker)
+    f.confirmClosed(worker)
     assert(f.sent == Seq(worker.process -> "t", agent.process -> "t"))
     assert(f.replies.isEmpty)
-    f.said(agent)
+    f.confirmClosed(agent)
     assert(f.replies == Seq(Nil))
     assert(f.closed == Seq("t"))
   }
 
-  test("partitions are released after attempts and listeners, and the close waits for them") {
+  test("partitions are released after attempts have ended and listeners closed, and closing waits for them") {
     val f = new Fixture
     val worker = f.link()
-    f.releasing = new CompletableFuture[Taken]()
+    f.releasing = new CompletableFuture[Deletions]()
     f.end()
     assert(f.released.isEmpty)
-    f.said(worker)
+    f.confirmClosed(worker)
     assert(f.released == Seq("t"))
     assert(f.replies.isEmpty)
-    f.releasing.complete(Taken(blocks = Map(CachedBlock(7, 0) -> 1L)))
-    assert(f.taken == Seq(Some(Taken(blocks = Map(CachedBlock(7, 0) -> 1L)))))
+    f.releasing.complete(Deletions(blocks = Map(CachedBlock(7, 0) -> 1L)))
+    assert(f.reportedDeletions == Seq(Some(Deletions(blocks = Map(CachedBlock(7, 0) -> 1L)))))
     assert(f.replies == Seq(Nil))
     assert(f.closed == Seq("t"))
   }
 
-  test("a slow release of partitions is named, and a failed one does not stop the close") {
+  test("the reply names a slow release of partitions, and a failed release does not stop closing") {
     val f = new Fixture
-    f.releasing = new CompletableFuture[Taken]()
+    f.releasing = new CompletableFuture[Deletions]()
     f.end()
-    f.timeIsOver()
-    assert(f.replies == Seq(Seq("partitions that are still being deleted on executor 1")))
-    assert(f.taken == Seq(None))
+    f.expireTimeouts()
+    assert(f.replies == Seq(Seq("partitions still being deleted on executor 1")))
+    assert(f.reportedDeletions == Seq(None))
     f.releasing.completeExceptionally(new IllegalStateException)
     assert(f.closed == Seq("t"))
   }
 
-  test("a busy worker is asked to close, and the close does not wait for it") {
+  test("a busy worker receives CLOSE, and closing does not wait for it") {
     val f = new Fixture
     val worker = f.link()
     f.processes.began(worker, 7, Set("u"))
@@ -127,26 +127,26 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.sent == Seq(worker.process -> "t"))
     assert(f.replies == Seq(Nil))
     assert(f.ledger.of("t").deferred == Set(worker.process))
-    f.said(worker)
+    f.confirmClosed(worker)
     assert(f.ledger.of("t").deferred.isEmpty)
   }
 
-  test("the close waits for a worker that still leaves a task of the topology, and names it") {
+  test("closing waits for a worker that has not finished a task of the topology, and the reply names it") {
     val f = new Fixture
     val (worker, agent) = (f.link(), f.link("agent"))
     f.processes.began(worker, 7, Set("t"))
     f.end()
-    assert(f.sent == Seq(worker.process -> "t")) // it reads that when its task has ended
+    assert(f.sent == Seq(worker.process -> "t")) // the worker reads it when its task has ended
     assert(f.ledger.of("t").deferred.isEmpty)
-    f.timeIsOver()
+    f.expireTimeouts()
     assert(f.replies == Seq(Seq(s"listener listener 0 in $worker on executor 1", s"listener listener 0 in $agent on executor 1")))
     f.processes.ended(worker)
-    f.said(worker)
-    f.said(agent)
+    f.confirmClosed(worker)
+    f.confirmClosed(agent)
     assert(f.closed == Seq("t"))
   }
 
-  test("the close does not wait for a worker that begins a task after it was asked") {
+  test("closing does not wait for a worker that begins a task after it received CLOSE") {
     val f = new Fixture
     val worker = f.link()
     f.end()
@@ -158,69 +158,69 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.sent.size == 1)
   }
 
-  test("the close does not wait for a lost process, which is counted") {
+  test("closing does not wait for a lost process, which is counted") {
     val f = new Fixture
-    val (gone, stays) = (f.link(), f.link())
+    val (deletions, stays) = (f.link(), f.link())
     f.end()
-    f.processes.disconnected(gone)
+    f.processes.disconnected(deletions)
     f.closings.changed()
     assert(f.replies.isEmpty)
-    f.said(stays)
+    f.confirmClosed(stays)
     assert(f.replies == Seq(Nil))
     assert(f.ledger.of("t").lostProcesses == 1)
   }
 
-  test("at the timeout the reply names the unclosed listeners, once, and the close continues") {
+  test("at the timeout the reply names the unclosed listeners, once, and closing continues") {
     val f = new Fixture
     val worker = f.link()
     f.end()
-    f.timeIsOver()
+    f.expireTimeouts()
     assert(f.replies == Seq(Seq(s"listener listener 0 in $worker on executor 1")))
-    f.end() // asked again: it waits again
-    f.said(worker)
+    f.end() // a second request waits again
+    f.confirmClosed(worker)
     assert(f.replies.size == 2 && f.replies(1).isEmpty)
     assert(f.closed == Seq("t"))
     assert(f.sent.size == 1)
   }
 
-  test("at the timeout the reply names running attempts, not their workers") {
+  test("at the timeout the reply names running attempts, but not their workers") {
     val f = new Fixture
     f.link()
     f.table.begin(3, Seq("t"))
     f.end()
-    f.timeIsOver()
-    assert(f.replies == Seq(Seq("attempt 3 on executor 1 still runs")))
+    f.expireTimeouts()
+    assert(f.replies == Seq(Seq("attempt 3 on executor 1 is still running")))
   }
 
-  test("a latch opens when everything is closed, also if nothing was open") {
+  test("a latch opens when everything is closed, even if nothing was open") {
     val f = new Fixture
     val latch = f.closings.latch("t")
     f.end()
     assert(latch.getCount == 0)
   }
 
-  test("the close waits for an open in progress, and then closes it") {
+  test("closing waits for an open in progress, and then closes its listener") {
     ClosingsSuite.closes.set(0)
     val f = new Fixture
     val jvm = Entry(0, "jvm", "l", classOf[ClosingsSuite.Counting].getName, Some("jvm"), Some("application"), required = true, None)
     val description = Description("t", "t", None, Vector(jvm))()
     f.hold = true
-    val waiting = new Thread(() => try { f.sides.opened(description); () } catch { case _: InterruptedException => () })
+    val waiting = new Thread(() => try { f.executorListeners.open(description); () } catch { case _: InterruptedException => () })
     waiting.start()
     eventually(timeout(Span(10, Seconds)))(assert(f.held.nonEmpty))
     waiting.interrupt() // its task was cancelled
     waiting.join()
     f.end()
     assert(f.replies.isEmpty && f.closed.isEmpty)
-    f.timeIsOver()
-    assert(f.replies == Seq(Seq("listeners that still open on executor 1")))
+    f.expireTimeouts()
+    assert(f.replies == Seq(Seq("listeners still opening on executor 1")))
     f.hold = false
     f.held.foreach(_.run())
     assert(f.closed == Seq("t"))
     assert(ClosingsSuite.closes.get == 1)
   }
 
-  test("when the executor ends, running attempts do not prevent closes") {
+  test("when the executor shuts down, running attempts do not prevent closing") {
     val f = new Fixture
     val (worker, agent) = (f.link(), f.link("agent"))
     f.table.begin(3, Seq("t"))
@@ -228,8 +228,8 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.sent.isEmpty)
     f.loop.inLoop(f.closings.force())
     assert(f.sent == Seq(worker.process -> "t"))
-    f.said(worker)
-    f.said(agent)
+    f.confirmClosed(worker)
+    f.confirmClosed(agent)
     assert(f.closed == Seq("t"))
   }
 }

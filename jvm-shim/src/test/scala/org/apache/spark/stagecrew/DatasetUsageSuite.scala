@@ -6,7 +6,7 @@ import scala.util.Random
 import org.apache.spark.stagecrew.partitions.DatasetUsage
 import org.apache.spark.stagecrew.wire.Description
 
-/** Who uses what, and whose it is when a topology ends. */
+/** Which topologies use which datasets, and which one inherits a dataset when a topology ends. */
 class DatasetUsageSuite extends AnyFunSuite with OneInstancePerTest {
   private val inventory = new DatasetUsage
   private val application = Description.Application
@@ -39,7 +39,7 @@ class DatasetUsageSuite extends AnyFunSuite with OneInstancePerTest {
     assert(inventory.isEmpty)
   }
 
-  test("in 2,000 random orders each dataset is released by its last user, once") {
+  test("in 2,000 random orders, the last user of each dataset releases it, once") {
     (0 until 2000).foreach { seed =>
       val random = new Random(seed)
       val inventory = new DatasetUsage
@@ -52,10 +52,10 @@ class DatasetUsageSuite extends AnyFunSuite with OneInstancePerTest {
           users = users.updated(dataset, users(dataset) + topology)
         } else {
           val (alone, heirs) = inventory.end(topology)
-          val mine = users.filter(_._2(topology)).keySet
+          val ofTopology = users.filter(_._2(topology)).keySet
           users = users.map { case (dataset, by) => dataset -> (by - topology) }.withDefaultValue(Set.empty)
-          assert(alone.toSet == mine.filter(users(_).isEmpty))
-          assert(heirs.keySet == mine.filter(users(_).nonEmpty))
+          assert(alone.toSet == ofTopology.filter(users(_).isEmpty))
+          assert(heirs.keySet == ofTopology.filter(users(_).nonEmpty))
           heirs.foreach { case (dataset, heir) => assert(users(dataset)(heir)) }
         }
       }

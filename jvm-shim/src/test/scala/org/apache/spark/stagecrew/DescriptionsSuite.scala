@@ -8,7 +8,7 @@ import org.scalatest.time.{Seconds, Span}
 import org.apache.spark.stagecrew.executor.{Descriptions, ExecutorCrew, TopologyTable}
 import org.apache.spark.stagecrew.wire.{Description, Frame, Frames}
 
-/** What an executor asks the driver, and remembers. */
+/** Requests of an executor to the driver about topologies and executions, and their cached replies. */
 class DescriptionsSuite extends AnyFunSuite {
   private final class Fixture {
     val table = new TopologyTable
@@ -28,7 +28,7 @@ class DescriptionsSuite extends AnyFunSuite {
 
   private def ended(id: String): Array[Byte] = Frames.encode("DESCRIPTION", id, "", Vector.empty)
 
-  test("an executor asks about a topology once") {
+  test("an executor requests the description of a topology once") {
     val f = new Fixture
     (1 to 3).foreach(_ => assert(f.descriptions.describe("t").map(_.id).contains("t")))
     assert(f.asks.get == 1)
@@ -46,7 +46,7 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.asks.get == 1000)
   }
 
-  test("after a failed request the next task asks again") {
+  test("after a failed request, the next task sends another one") {
     val f = new Fixture
     f.answer = _ => throw new IllegalStateException("no answer")
     intercept[IllegalStateException](f.descriptions.describe("t"))
@@ -54,17 +54,17 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.descriptions.describe("t").nonEmpty)
   }
 
-  test("a task that waits for the same reply outlives the task that asked") {
+  test("a task gets the reply even if the task that sent the request was killed") {
     val f = new Fixture
-    val (asked, answered) = (new CountDownLatch(1), new CountDownLatch(1))
+    val (requested, replied) = (new CountDownLatch(1), new CountDownLatch(1))
     f.answer = frame => {
-      asked.countDown()
-      answered.await(60, TimeUnit.SECONDS)
+      requested.countDown()
+      replied.await(60, TimeUnit.SECONDS)
       described(frame.text("topology"))
     }
     val first = new Thread(() => try { f.descriptions.describe("t"); () } catch { case _: InterruptedException => () })
     first.start()
-    assert(asked.await(10, TimeUnit.SECONDS))
+    assert(requested.await(10, TimeUnit.SECONDS))
     @volatile var found = Option.empty[Description]
     val second = new Thread(() => found = f.descriptions.describe("t"))
     second.start()
@@ -72,26 +72,26 @@ class DescriptionsSuite extends AnyFunSuite {
     first.interrupt() // its task was killed
     first.join(10000)
     assert(!first.isAlive && found.isEmpty)
-    answered.countDown()
+    replied.countDown()
     second.join(10000)
     assert(found.map(_.id).contains("t") && f.asks.get == 1)
   }
 
-  test("the execution of a query is asked for again when the last one has ended") {
+  test("the execution of a query is requested again when the previous one has ended") {
     val f = new Fixture
     f.answer = _ => Frames.encode("EXECUTION", s"execution-query-run${f.asks.get}")
-    assert(f.descriptions.asked("query:q").contains("execution-query-run1"))
-    assert(f.descriptions.asked("query:q").contains("execution-query-run1"))
+    assert(f.descriptions.executionId("query:q").contains("execution-query-run1"))
+    assert(f.descriptions.executionId("query:q").contains("execution-query-run1"))
     f.descriptions.ended("execution-query-run1")
-    assert(f.descriptions.asked("query:q").contains("execution-query-run2"))
+    assert(f.descriptions.executionId("query:q").contains("execution-query-run2"))
   }
 
-  test("an execution is forgotten with all stages of its job") {
+  test("when an execution is forgotten, so are all stages of its job") {
     val f = new Fixture
     f.answer = _ => Frames.encode("EXECUTION", "execution-job-1")
-    (1 to 5).foreach(stage => f.descriptions.asked(s"stage:$stage"))
+    (1 to 5).foreach(stage => f.descriptions.executionId(s"stage:$stage"))
     f.descriptions.forget("execution-job-1")
     f.answer = _ => Frames.encode("EXECUTION", "execution-job-2")
-    (1 to 5).foreach(stage => assert(f.descriptions.asked(s"stage:$stage").contains("execution-job-2")))
+    (1 to 5).foreach(stage => assert(f.descriptions.executionId(s"stage:$stage").contains("execution-job-2")))
   }
 }

@@ -12,23 +12,23 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   private val driver = mutable.Buffer.empty[Frame]
   private val worker = mutable.Buffer.empty[Frame]
 
-  /** Attempts 1 to 9 run here. */
+  /** Attempts 1 to 9 are running. */
   private object attempts extends Evaluations.Attempts {
     val failures = mutable.Map.empty[Long, String]
-    val over = mutable.Set.empty[Long]
-    override def runs(attempt: Long): Boolean = attempt < 10 && !over(attempt)
-    override def failed(attempt: Long): Option[String] = failures.get(attempt)
+    val ended = mutable.Set.empty[Long]
+    override def runs(attempt: Long): Boolean = attempt < 10 && !ended(attempt)
+    override def failureReason(attempt: Long): Option[String] = failures.get(attempt)
     override def stageOf(attempt: Long): (Int, Int) = (2, 8)
   }
 
-  /** What happens while the next message is on its way to the driver. */
-  private var meanwhile = Option.empty[() => Unit]
+  /** Called before the next message is delivered to the driver. */
+  private var beforeDelivery = Option.empty[() => Unit]
 
-  /** An executor. Its frames to the driver are collected in `driver`. */
+  /** The evaluations of an executor. Their frames to the driver are collected in `driver`. */
   private val evaluations: Evaluations = new Evaluations(10, 1000, attempts, { bytes =>
-    meanwhile.foreach { happens =>
-      meanwhile = None
-      happens()
+    beforeDelivery.foreach { action =>
+      beforeDelivery = None
+      action()
     }
     val buffer = ByteBuffer.wrap(bytes)
     while (buffer.hasRemaining) {
@@ -38,8 +38,8 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     }
   })
 
-  /** A worker sends these frames, and then nothing more. Its received frames are collected in `worker`. */
-  private def says(frames: Array[Byte]*): Link = {
+  /** A worker sends these frames, and disconnects. The frames that it receives are collected in `worker`. */
+  private def workerSends(frames: Array[Byte]*): Link = {
     val input = new ByteArrayOutputStream
     frames.foreach(input.write(_))
     val link = Links.link("p", "evaluations", 7, input.toByteArray)(worker += _)
@@ -47,10 +47,10 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     link
   }
 
-  private def arrives(frames: Array[Byte]*): Unit = {
+  private def driverSends(frames: Array[Byte]*): Unit = {
     val all = new ByteArrayOutputStream
     frames.foreach(all.write(_))
-    evaluations.arrived(ByteBuffer.wrap(all.toByteArray))
+    evaluations.onDriverMessage(ByteBuffer.wrap(all.toByteArray))
   }
 
   private def ready(evaluation: Long, attempt: Long) =
@@ -66,101 +66,101 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     found
   }
 
-  test("the reply to its end is the last reply of an evaluation, and earlier requests get theirs") {
-    // So too when the reply to a request is still being written while the worker, which has it, says that it finished.
-    says(ready(1, 1), request(1, 1), request(1, 2), finish(1, 3))
+  test("the reply to FINISH is the last one of an evaluation, and earlier requests get their replies") {
+    // Even if the worker sends FINISH as soon as it has a reply, while the executor's thread still handles that reply.
+    workerSends(ready(1, 1), request(1, 1), request(1, 2), finish(1, 3))
     assert(kinds(driver) == List("READY", "REQUEST", "REQUEST", "FINISH"))
-    arrives(reply(1, 1), reply(1, 2))
-    arrives(reply(1, 3), reply(1, 4))
+    driverSends(reply(1, 1), reply(1, 2))
+    driverSends(reply(1, 3), reply(1, 4))
     assert(worker.map(_.long("sequence")) == Seq(1, 2, 3))
   }
 
-  test("the end of an attempt ends its evaluations, and later frames are refused") {
-    says(ready(1, 1), ready(2, 2))
+  test("the end of an attempt ends its evaluations, and their later frames are refused") {
+    workerSends(ready(1, 1), ready(2, 2))
     kinds(driver)
-    evaluations.attemptOver(1, Some("killed"))
+    evaluations.attemptEnded(1, Some("killed"))
     assert(driver.map(frame => (frame.kind, frame.long("evaluation"), frame.text("outcome"))) == Seq(("ENDED", 1, "failed")))
     kinds(driver)
     assert(kinds(worker) == List("ABORT"))
-    says(request(1, 1), request(2, 1))
+    workerSends(request(1, 1), request(2, 1))
     assert(kinds(driver) == List("REQUEST") && kinds(worker) == List("ABORT"))
-    evaluations.attemptOver(2, None)
+    evaluations.attemptEnded(2, None)
     assert(driver.map(_.text("outcome")) == Seq("abandoned"))
   }
 
-  test("an abandoned evaluation is notified, because it may wait for an event") {
-    says(ready(1, 1))
-    evaluations.attemptOver(1, None)
+  test("the worker of an abandoned evaluation is notified, because it may wait for an event") {
+    workerSends(ready(1, 1))
+    evaluations.attemptEnded(1, None)
     assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq(("ABORT", "Spark needed no more of its rows")))
   }
 
-  test("a killed attempt ends its evaluations at once, also those that begin later") {
-    says(ready(1, 1), ready(2, 2))
+  test("the evaluations of a killed attempt end immediately, including those that begin later") {
+    workerSends(ready(1, 1), ready(2, 2))
     kinds(driver)
     attempts.failures(1) = "killed"
     evaluations.interrupted(1)
     assert(kinds(driver) == List("ENDED") && worker.map(_.long("evaluation")) == Seq(1))
     kinds(worker)
-    says(ready(3, 1))
+    workerSends(ready(3, 1))
     assert(kinds(driver) == List("READY", "ENDED") && kinds(worker) == List("ABORT"))
-    attempts.over += 1
-    evaluations.attemptOver(1, Some("killed"))
+    attempts.ended += 1
+    evaluations.attemptEnded(1, Some("killed"))
     kinds(driver)
-    says(ready(4, 1))
+    workerSends(ready(4, 1))
     assert(driver.map(_.kind) == Seq("READY", "ENDED") && driver.last.text("outcome") == "failed")
   }
 
-  test("an attempt that was killed before its first evaluation began ends that at once") {
+  test("if an attempt was killed before its first evaluation began, the evaluation ends immediately") {
     attempts.failures(1) = "killed"
-    says(ready(1, 1))
+    workerSends(ready(1, 1))
     assert(kinds(driver) == List("READY", "ENDED") && kinds(worker) == List("ABORT"))
   }
 
-  test("an evaluation that is booked after its attempt has ended is abandoned on both sides") {
-    says(ready(3, 99))
+  test("an evaluation that begins after its attempt has ended is abandoned in the coordinator and in the worker") {
+    workerSends(ready(3, 99))
     assert(driver.last.text("outcome") == "abandoned")
     assert(kinds(driver) == List("READY", "ENDED") && kinds(worker) == List("ABORT"))
   }
 
-  test("an evaluation that is booked after its attempt has failed has failed") {
+  test("an evaluation that begins after its attempt has failed is reported as failed") {
     attempts.failures(99) = "its attempt failed"
-    says(ready(3, 99))
+    workerSends(ready(3, 99))
     assert(driver.map(_.kind) == Seq("READY", "ENDED"))
     assert((driver.last.text("outcome"), driver.last.text("reason")) == (("failed", "its attempt failed")))
     assert(kinds(worker) == List("ABORT"))
   }
 
-  test("the driver gets a begin before its end, also if the attempt fails meanwhile") {
-    meanwhile = Some(() => evaluations.attemptOver(1, Some("its attempt failed")))
-    says(ready(3, 1))
+  test("the driver gets READY before ENDED, even if the attempt fails in between") {
+    beforeDelivery = Some(() => evaluations.attemptEnded(1, Some("its attempt failed")))
+    workerSends(ready(3, 1))
     assert(driver.map(_.kind) == Seq("READY", "ENDED"))
     assert((driver.last.text("outcome"), driver.last.text("reason")) == (("failed", "its attempt failed")))
     assert(kinds(worker) == List("ABORT"))
   }
 
-  test("when the driver's Python is gone all evaluations end, with the reason") {
-    says(ready(1, 1), ready(2, 2))
-    arrives(Frames.encode("LOST", "driver", "it broke"))
+  test("when the driver's Python is lost, all evaluations end with the reason") {
+    workerSends(ready(1, 1), ready(2, 2))
+    driverSends(Frames.encode("LOST", "driver", "it broke"))
     assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq.fill(2)(("ABORT", "it broke")))
   }
 
   test("the evaluations of a worker end with its link") {
-    val link = says(ready(1, 1), ready(2, 1))
+    val link = workerSends(ready(1, 1), ready(2, 1))
     kinds(driver)
-    evaluations.gone(link)
+    evaluations.disconnected(link)
     assert(driver.map(_.long("evaluation")).toSet == Set(1, 2) && kinds(driver).toSet == Set("ENDED"))
   }
 
-  test("events wait in the mailbox for credit, and are acknowledged when they are in it") {
-    says(ready(1, 1))
+  test("events wait in the mailbox for credit, and are acknowledged as soon as they are in it") {
+    workerSends(ready(1, 1))
     kinds(driver)
-    arrives(Frames.encode("EVENTS", 1L, 1L, Vector(Array[Byte](1), Array[Byte](2))))
+    driverSends(Frames.encode("EVENTS", 1L, 1L, Vector(Array[Byte](1), Array[Byte](2))))
     assert(kinds(driver) == List("ACCEPTED") && worker.isEmpty)
-    says(Frames.encode("CREDIT_REQUEST", 1L, 5L, 100L))
+    workerSends(Frames.encode("CREDIT_REQUEST", 1L, 5L, 100L))
     assert(kinds(worker) == List("EVENTS"))
-    arrives(Frames.encode("EVENTS", 1L, 4L, Vector(Array[Byte](4))))
+    driverSends(Frames.encode("EVENTS", 1L, 4L, Vector(Array[Byte](4))))
     assert(kinds(driver) == List("OVERFLOWED"))
-    arrives(Frames.encode("ABORT", 1L, "events were lost"), reply(1, 1))
+    driverSends(Frames.encode("ABORT", 1L, "events were lost"), reply(1, 1))
     assert(kinds(worker) == List("ABORT"))
   }
 }

@@ -27,7 +27,7 @@ class EventLogSuite extends AnyFunSuite {
 
   private def jobs(state: StagecrewState): Int = Json.read[TopologyView](state.body).jobs
 
-  /** The content of the History Server's store after it has read these events as Spark writes them. */
+  /** The content of the History Server's store after reading these events as Spark writes them. */
   private def history(events: Seq[String], retained: Any = 1000): PageModel = {
     val kept = new TypedStore(new InMemoryStore, classOf[KeptState])
     val listener = new HistoryPlugin().listener(new SparkConf(false).set(Settings.RetainedTopologies, retained.toString), kept)
@@ -37,7 +37,7 @@ class EventLogSuite extends AnyFunSuite {
 
   private def written(state: StagecrewState): String = JsonProtocol.sparkEventToJsonString(state)
 
-  test("the beginning and the end of a topology are stored at once, changes once per interval") {
+  test("the beginning and the end of a topology are stored immediately, changes once per interval") {
     val run = new Run()
     run.log.changed(snapshot(topology("a")))
     (1 to 15).foreach { i =>
@@ -60,7 +60,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.posted.map(_.kind).sorted == Seq("application", "topology"))
   }
 
-  test("a topology has a limit of events, which its page mentions, and its end is stored in any case") {
+  test("the events of a topology are limited, which its page mentions, and its end is always stored") {
     val run = new Run()
     (1 to 20).foreach { i =>
       run.now += 5000
@@ -77,13 +77,13 @@ class EventLogSuite extends AnyFunSuite {
     val run = new Run(most = 2)
     run.log.tick(snapshot(topology("a"), topology("b"), topology("c")))
     run.now += 5000
-    run.log.tick(snapshot(topology("a"), topology("b"), topology("c").copy(jobs = 3))) // the last of c before its end
+    run.log.tick(snapshot(topology("a"), topology("b"), topology("c").copy(jobs = 3))) // the last event of c before its end
     run.now += 500
     run.log.tick(snapshot(topology("a"), topology("b"), topology("c").copy(jobs = 4))) // is not due
     run.log.changed(snapshot(topology("a", state = "closed"), topology("b"), topology("c", state = "closed").copy(jobs = 5)))
     assert(run.of("a").map(_.capped) == Seq(false, false) && run.of("c").map(_.capped) == Seq(false, true, false))
-    val shown = history(run.posted.map(written).toSeq)
-    assert(shown.notes("a").isEmpty && shown.notes("c").isEmpty)
+    val model = history(run.posted.map(written).toSeq)
+    assert(model.notes("a").isEmpty && model.notes("c").isEmpty)
     (6 to 9).foreach { i =>
       run.now += 5000
       run.log.tick(snapshot(topology("b").copy(jobs = i)))
@@ -93,7 +93,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(run.posted.map(written).toSeq).notes("b").exists(note => note.contains("are missing") && note.contains(Settings.EventLogMaxEvents)))
   }
 
-  test("sums are as new as the topologies, and older parts of a killed application have a note") {
+  test("sums are as recent as the topologies, and older parts of a killed application have a note") {
     val run = new Run(interval = 1000, most = 1)
     def all(application: String, a: String, opens: Int) = {
       val totals = Totals(opens = opens, openMicros = 1500L * opens, closeMicros = 2500000L * opens)
@@ -121,7 +121,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(quiet.posted.map(written).toSeq).notes.values.flatten.isEmpty)
   }
 
-  test("sums of coordinators are as new as the topologies, also for a killed application") {
+  test("sums of coordinators are as recent as the topologies, even for a killed application") {
     val run = new Run(interval = 1000, most = 2)
     def all(state: String, events: Long, live: Long = 1) = {
       val one = operator("splits").copy(eventsIn = events, live = live, progress = VectorMap.empty)
@@ -136,9 +136,9 @@ class EventLogSuite extends AnyFunSuite {
     run.log.changed(all("closed", 7, live = 0))
     val events = run.posted.map(written).toSeq
     val killed = history(events).snapshot
-    assert(killed.processes.flatMap(_.samples.map(_.time)) == Vector(2)) // its own entry is older
+    assert(killed.processes.flatMap(_.samples.map(_.time)) == Vector(2)) // the application's own event is older
     assert(killed.coordinators == all("closed", 7, live = 0).coordinators)
-    // The beginning of a topology whose coordinators have not reported yet, and an older log, have no sums.
+    // There are no sums at the beginning of a topology whose coordinators have not reported yet, and in an older log.
     assert(history(events.map(_.replace("\\\"coordinators\\\"", "\\\"unknown\\\""))).snapshot.coordinators.isEmpty)
     val older = run.posted.toSeq.map(s => if (s.kind == StagecrewState.Topology) s.copy(body = s.body.replace("\"coordinators\"", "\"unknown\"")) else s)
     assert(history(older.map(written)).snapshot.coordinators.exists(_.eventsIn == 2))
@@ -152,7 +152,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(run.posted.map(written).toSeq).snapshot == snapshot(topology("a").copy(jobs = 9), topology("b")).copy(totals = Totals(9, 2, 3, 4)))
   }
 
-  test("a body that is too large is trimmed, first of its spans") {
+  test("a body that is too large is trimmed, its spans first") {
     val run = new Run()
     run.log.changed(snapshot(busy("a", spans = 20000)))
     val state = run.of("a").head
@@ -169,7 +169,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.of("").exists(state => state.trimmed && state.body.length <= StagecrewState.MaxBytes))
   }
 
-  test("the last event of a topology counts, and the number of closed ones is limited") {
+  test("the last event of a topology wins, and the number of closed topologies is limited") {
     val run = new Run()
     val all = topology("application", DriverCrew.ApplicationKind, "closed") +: topology("runs") +: (1 to 9).map(i => topology(s"t$i", state = "closed"))
     all.foreach(view => run.log.changed(snapshot(view)))
@@ -177,7 +177,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(events, retained = 2).snapshot.topologies.map(_.id).toSet == Set("application", "runs", "t8", "t9"))
   }
 
-  test("the page counts all closed topologies, also those that are not kept") {
+  test("the page counts all closed topologies, including those that are not kept") {
     val run = new Run()
     (1 to 7).foreach { i =>
       run.log.changed(snapshot(topology(s"t$i")))
@@ -185,7 +185,7 @@ class EventLogSuite extends AnyFunSuite {
     }
     run.log.changed(snapshot(topology("t8")))
     val events = run.posted.map(written).toSeq
-    val some = history(events :+ events(1) :+ events(events.size - 2), 3) // of which two stand in it twice
+    val some = history(events :+ events(1) :+ events(events.size - 2), 3) // two of the events are repeated
     assert(some.snapshot.topologies.size == 4 && some.snapshot.forgottenTopologies == 4)
     assert(page("", some).text.contains("1 active, 7 closed; the last 3 closed ones are listed"))
     val all = history(events)
@@ -197,18 +197,18 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.posted.map(_.kind) == Seq("application")) // nothing to store
   }
 
-  test("a topology without an end has the time of its last event") {
+  test("a topology without an end is shown up to its last event") {
     val run = new Run()
     run.log.changed(snapshot(topology("a"), topology("b", state = "closed")))
-    val shown = history(run.posted.map(written).toSeq)
-    assert(shown.until(shown.find("a").get) == run.now && shown.notes("a").exists(_.contains("before the end")))
-    assert(shown.until(shown.find("b").get) == 31000 && shown.notes("b").isEmpty)
+    val model = history(run.posted.map(written).toSeq)
+    assert(model.until(model.find("a").get) == run.now && model.notes("a").exists(_.contains("before the end")))
+    assert(model.until(model.find("b").get) == 31000 && model.notes("b").isEmpty)
   }
 
-  test("missing, unknown and null fields, unknown kinds and invalid bodies stop nothing") {
+  test("missing, unknown and null fields, unknown kinds and invalid bodies do not stop the reader") {
     val name = classOf[StagecrewState].getName
     val good = s"""{"Event":"$name","version":7,"kind":"topology","id":"a","time":5,"more":{"x":[1]},"body":"{\\"id\\":\\"a\\",\\"new\\":1}"}"""
-    val shown = history(Seq(
+    val model = history(Seq(
       s"""{"Event":"$name"}""",
       s"""{"Event":"$name","version":1,"kind":null,"id":null,"body":null}""",
       s"""{"Event":"$name","version":1,"kind":"topology","id":"x","body":null}""",
@@ -217,38 +217,38 @@ class EventLogSuite extends AnyFunSuite {
       s"""{"Event":"$name","version":1,"kind":"topology","id":"y","body":"{\\"spans\\":[1,2],\\"operators\\":7}"}""",
       s"""{"Event":"$name","version":9,"kind":"from the future","id":"z","body":"{}"}""",
       good))
-    assert(shown.find("a").exists(_.state == "") && shown.notes("a").exists(_.contains("newer version of stagecrew")))
-    Tab.pages(() => shown).foreach(page => page.html(PageRequest("", Map("id" -> "a"))))
+    assert(model.find("a").exists(_.state == "") && model.notes("a").exists(_.contains("newer version of stagecrew")))
+    Tab.pages(() => model).foreach(page => page.html(PageRequest("", Map("id" -> "a"))))
   }
 
   test("an event log from before the first release is read, and each page of the History Server shows it") {
     val log = Iterator.iterate(Path.of("").toAbsolutePath)(_.getParent).takeWhile(_ != null)
       .map(_.resolve("tests/data/event-log-before-the-first-release/recorded")).find(Files.exists(_)).get
     val lines = Files.readAllLines(log).asScala.toSeq.filter(_.contains(classOf[StagecrewState].getName))
-    val shown = history(lines)
-    assert(lines.nonEmpty && shown.snapshot.topologies.map(_.name) == Vector("application", "enrich"))
-    assert(rows(page("", shown), "listeners").map(row => (row(1), row(4), row(5))) == Seq(("pool", "4", "4")))
-    assert(rows(page("topology", shown, "id" -> shown.snapshot.topologies.last.id), "executors").nonEmpty)
-    Tab.pages(() => shown).foreach { page =>
-      val ask = PageRequest("", Map("id" -> shown.snapshot.topologies.last.id))
-      assert(page.html(ask).nonEmpty && Json.parse(page.json(ask)).get("version").asInt == 1)
+    val model = history(lines)
+    assert(lines.nonEmpty && model.snapshot.topologies.map(_.name) == Vector("application", "enrich"))
+    assert(rows(page("", model), "listeners").map(row => (row(1), row(4), row(5))) == Seq(("pool", "4", "4")))
+    assert(rows(page("topology", model, "id" -> model.snapshot.topologies.last.id), "executors").nonEmpty)
+    Tab.pages(() => model).foreach { page =>
+      val request = PageRequest("", Map("id" -> model.snapshot.topologies.last.id))
+      assert(page.html(request).nonEmpty && Json.parse(page.json(request)).get("version").asInt == 1)
     }
-    assert(Json.as[Snapshot](Report.of(log.toString)).topologies == shown.snapshot.topologies)
+    assert(Json.as[Snapshot](Report.of(log.toString)).topologies == model.snapshot.topologies)
   }
 
-  test("a wrong setting of the History Server does not prevent its pages") {
+  test("an invalid setting of the History Server does not prevent its pages") {
     val run = new Run()
     run.log.changed(snapshot(topology("a")))
     assert(history(run.posted.map(written).toSeq, retained = "many").find("a").nonEmpty)
   }
 
-  test("a log without our events shows nothing, and the History Server finds the tab") {
+  test("a log without our events has no tab, and the History Server finds the plugin of the tab") {
     assert(history(Nil).snapshot == Snapshot(Vector.empty, Totals()))
     val found = java.util.ServiceLoader.load(classOf[org.apache.spark.status.AppHistoryServerPlugin])
     assert(scala.jdk.CollectionConverters.IterableHasAsScala(found).asScala.exists(_.isInstanceOf[HistoryPlugin]))
   }
 
-  test("the end of a topology with many large parts is stored with its sums, and its page has a note") {
+  test("the end of a very large topology is stored with its sums, and its page has a note") {
     val failing = ExecutorCounts((0 until 8).map(i => ListenerCounts(i, s"listener $i", "worker", 3, 2, 1, lastError = "e" * 500)).toVector)
     val progress = (0 until 20).map(i => s"of source $i" -> "p" * 120).to(VectorMap)
     val all = Seq(
@@ -263,14 +263,14 @@ class EventLogSuite extends AnyFunSuite {
       run.log.changed(snapshot(begun))
       run.log.changed(snapshot(ended))
       assert(run.posted.map(_.trimmed) == Seq(true, true) && run.posted.forall(_.body.length <= StagecrewState.MaxBytes), begun.id)
-      val shown = history(run.posted.map(written).toSeq)
-      assert(shown.notes(begun.id).exists(_.contains("too large")))
-      val stored = shown.find(begun.id).get
-      assert(stored.state == "closed" && rows(page("", shown), "topologies").head(9) == rows(page("", Views.shown(ended)), "topologies").head(9))
+      val model = history(run.posted.map(written).toSeq)
+      assert(model.notes(begun.id).exists(_.contains("too large")))
+      val stored = model.find(begun.id).get
+      assert(stored.state == "closed" && rows(page("", model), "topologies").head(9) == rows(page("", Views.model(ended)), "topologies").head(9))
     }
   }
 
-  test("the application is stored, however large its processes and its stored job are") {
+  test("the application is stored, even if its processes and its stored job are very large") {
     val run = new Run()
     val long = "\u0001" * 5000
     run.log.tick(Snapshot(Vector.empty, Totals(7), (1 to 100).map(i => ProcessView(long, long, i.toLong, long, 1, 0, Vector.empty)).toVector,

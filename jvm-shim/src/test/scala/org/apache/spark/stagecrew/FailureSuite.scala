@@ -8,12 +8,12 @@ class FailureSuite extends AnyFunSuite {
     case _ => false
   }
 
-  test("exceptions and missing methods are failures, errors that end a JVM or a thread are not") {
+  test("exceptions and missing methods are failures, but errors that end a JVM or a thread are not") {
     assert(failed(new IllegalStateException) && failed(new NoSuchMethodError) && failed(new NoClassDefFoundError))
     assert(!failed(new OutOfMemoryError) && !failed(new InterruptedException) && !failed(new ThreadDeath))
   }
 
-  test("contained work does not throw failures, and throws everything else") {
+  test("`contained` does not throw failures, but throws everything else") {
     Log.contained("a test")(throw new NoSuchMethodError)
     intercept[InterruptedException](Log.contained("a test")(throw new InterruptedException))
   }

@@ -9,7 +9,7 @@ import scala.jdk.CollectionConverters._
 import scala.util.Random
 import org.apache.spark.stagecrew.wire.{Frame, FrameException, Frames}
 
-/** The wire format against the vectors that Python made. */
+/** Checks the wire format with test vectors that Python created. */
 class FramesSuite extends AnyFunSuite {
   private case class Vector_(kind: String, fields: Seq[(String, Char, Any)], frame: Array[Byte])
 
@@ -49,7 +49,7 @@ class FramesSuite extends AnyFunSuite {
 
   private def stream(data: Array[Byte]) = new DataInputStream(new ByteArrayInputStream(data))
 
-  test("every kind of frame has vectors, and is encoded as Python encodes it, byte for byte") {
+  test("every kind of frame has vectors, and is encoded to the same bytes as in Python") {
     assert(vectors.map(_.kind).distinct.size == 43)
     vectors.foreach { vector =>
       assert(Frames.encode(vector.kind, vector.fields.map(_._3): _*).toSeq == vector.frame.toSeq, vector.kind)
@@ -82,13 +82,13 @@ class FramesSuite extends AnyFunSuite {
     }
   }
 
-  test("a frame larger than allowed is refused as soon as its length is known, and takes no memory") {
+  test("a frame larger than allowed is refused as soon as its length is known, without allocating memory") {
     val begin = Frames.encode("BEGIN", 7L)
     intercept[FrameException](Frames.read(stream(begin), begin.length - 5))
     Seq(1 << 20, Int.MaxValue, -1, Int.MinValue).foreach { length =>
       intercept[FrameException](Frames.read(stream(ByteBuffer.allocate(4).putInt(length).array), 1000))
     }
-    // A length within the limit that is announced but never sent.
+    // An announced length within the limit, without data.
     intercept[EOFException](Frames.read(stream(ByteBuffer.allocate(4).putInt(Int.MaxValue - 16).array), Int.MaxValue - 16))
   }
 
@@ -109,7 +109,7 @@ class FramesSuite extends AnyFunSuite {
     }
   }
 
-  test("garbage is decoded, or refused with a FrameException") {
+  test("garbage is either decoded or refused with a FrameException") {
     val random = new Random(20260721)
     (1 to 20000).foreach { _ =>
       val vector = small(random.nextInt(small.size)).frame.drop(4)
@@ -122,7 +122,7 @@ class FramesSuite extends AnyFunSuite {
     }
   }
 
-  test("values of a wrong type or number are refused, and the text of a frame has no values") {
+  test("values of a wrong type or number are refused, and `toString` of a frame contains no values") {
     intercept[FrameException](Frames.encode("NOTHING"))
     intercept[FrameException](Frames.encode("BEGIN"))
     intercept[FrameException](Frames.encode("BEGIN", "7"))

@@ -7,7 +7,7 @@ import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, Tota
 import org.apache.spark.stagecrew.ui.{PageModel, ProcessView, RecoveryView, Show, Snapshot, Span, StepView, Tab}
 import org.apache.spark.stagecrew.ui.TopologyView
 
-/** What users supply is text, however it looks and however long it is. */
+/** Values from users are shown as text, whatever they contain and however long they are. */
 class HostileSuite extends AnyFunSuite {
   import Views._
 
@@ -24,10 +24,10 @@ class HostileSuite extends AnyFunSuite {
       Some(RecoveryView(VectorMap(text -> text), Vector(StepView(text, text, 1, 0))))), 61000)
   }
 
-  private def pages(shown: PageModel): Seq[Elem] =
-    Seq("", "topology", "processes", "jobs").map(path => page(path, shown, "id" -> Tab.key(shown.snapshot.topologies.head.id)))
+  private def pages(model: PageModel): Seq[Elem] =
+    Seq("", "topology", "processes", "jobs").map(path => page(path, model, "id" -> Tab.key(model.snapshot.topologies.head.id)))
 
-  test("markup, quotes and control characters stay text, in cells, titles and pictures") {
+  test("markup, quotes and control characters remain text in cells, titles and SVG images") {
     Texts.foreach { text =>
       pages(everywhere(text)).foreach { html =>
         assert((html \\ "script").isEmpty && (html \\ "img").isEmpty)
@@ -39,7 +39,7 @@ class HostileSuite extends AnyFunSuite {
     assert(pages(everywhere(Hostile)).head.toString.contains("&lt;script&gt;alert(1)"))
   }
 
-  test("a long text is cut in its cell, and less in its title") {
+  test("a long text is shortened in its cell, and less in its title") {
     val html = pages(everywhere(Long))
     html.foreach(one => (one \\ "td").foreach(cell => assert(cell.text.length <= 2 * Show.Length, cell.text)))
     html.foreach(one => assert((one \\ "@title").map(_.text.length).forall(_ <= Show.TitleLength)))
@@ -54,12 +54,12 @@ class HostileSuite extends AnyFunSuite {
     }
   }
 
-  test("a right-to-left text does not change its surroundings") {
+  test("a right-to-left text does not affect the text around it") {
     val cells = (pages(everywhere(Reversed)).head \\ "td").filter(_.text.contains(Reversed))
     assert(cells.nonEmpty && cells.forall(cell => (cell \\ "bdi").exists(_.text.contains(Reversed))))
   }
 
-  test("the end of a text never begins with half a surrogate pair") {
+  test("the shortened end of a text never begins with half a surrogate pair") {
     (1 to 6).foreach { length =>
       val cut = Show.end("\uD83D\uDE00" * 5 + "a", length)
       assert(cut.length <= length && !cut.drop(1).headOption.exists(_.isLowSurrogate) && (length == 1 || cut.endsWith("a")))

@@ -13,7 +13,7 @@ import org.apache.spark.stagecrew.executor.Totals
 import org.apache.spark.stagecrew.spark.SparkUi
 import org.apache.spark.stagecrew.ui.{PageModel, Snapshot, Tab}
 
-/** Works as a user's authentication filter: a header has the name of the user. */
+/** An authentication filter: a header contains the name of the user. */
 class HeaderUser extends Filter {
   override def doFilter(request: ServletRequest, response: ServletResponse, chain: FilterChain): Unit = {
     val http = request.asInstanceOf[HttpServletRequest]
@@ -21,17 +21,17 @@ class HeaderUser extends Filter {
   }
 }
 
-/** The pages in Spark's own server, over HTTP. */
+/** The pages in Spark's own web server, over HTTP. */
 class HttpSuite extends AnyFunSuite {
   import Views._
 
   private val Paths = Seq("", "topology/?id=t1", "processes/", "jobs/", "json/", "topology/json/?id=t1", "processes/json/", "jobs/json/")
 
-  private def serving[T](shown: PageModel, settings: (String, String)*)(
+  private def serving[T](model: PageModel, settings: (String, String)*)(
       f: ((String, Option[String], String) => HttpResponse[String]) => T): T = {
     val conf = new SparkConf(false).set("spark.ui.port", "0").set("spark.app.name", "suite").setAll(settings)
     val ui = SparkUI.create(None, new AppStatusStore(new InMemoryStore), conf, new SecurityManager(conf), "suite", "", 0L)
-    SparkUi.attachTab(ui, Tab.Prefix, Tab.pages(() => shown))
+    SparkUi.attachTab(ui, Tab.Prefix, Tab.pages(() => model))
     ui.bind()
     try {
       ui.attachAllHandlers()
@@ -45,41 +45,41 @@ class HttpSuite extends AnyFunSuite {
     } finally ui.stop()
   }
 
-  test("a user without permission gets no page and no JSON, a user with permission does") {
-    serving(shown(busy("t1")), "spark.ui.filters" -> classOf[HeaderUser].getName, "spark.acls.enable" -> "true", "spark.ui.view.acls" -> "alice") { ask =>
+  test("only a user with permission gets pages and JSON") {
+    serving(model(busy("t1")), "spark.ui.filters" -> classOf[HeaderUser].getName, "spark.acls.enable" -> "true", "spark.ui.view.acls" -> "alice") { get =>
       Paths.foreach { path =>
-        assert(ask(path, Some("mallory"), "GET").statusCode == 403, path)
-        assert(!ask(path, Some("mallory"), "GET").body.contains("listener 0"))
-        assert(ask(path, Some("alice"), "GET").statusCode == 200, path)
+        assert(get(path, Some("mallory"), "GET").statusCode == 403, path)
+        assert(!get(path, Some("mallory"), "GET").body.contains("listener 0"))
+        assert(get(path, Some("alice"), "GET").statusCode == 200, path)
       }
     }
   }
 
   test("the pages are read-only: methods other than GET are refused") {
-    serving(shown(busy("t1"))) { ask =>
-      for (path <- Paths; method <- Seq("POST", "PUT", "DELETE", "TRACE")) assert(ask(path, None, method).statusCode == 405, s"$method $path")
+    serving(model(busy("t1"))) { get =>
+      for (path <- Paths; method <- Seq("POST", "PUT", "DELETE", "TRACE")) assert(get(path, None, method).statusCode == 405, s"$method $path")
     }
   }
 
-  test("unknown parameters return 400, and never markup") {
-    serving(shown(busy("t1"))) { ask =>
+  test("invalid parameters return 400, and the response never contains their markup") {
+    serving(model(busy("t1"))) { get =>
       Seq("topology/", "topology/?id=echo%3Cscript%3E", "topology/json/?id=echo", "?topologies.sort=echo", "?topologies.page=echo",
         "topology/?id=t1&listeners.desc=echo").foreach { path =>
-        val answer = ask(path, None, "GET")
-        assert(answer.statusCode == 400 && !answer.body.contains("<script>"), path) // Jetty's own page has the address, escaped
+        val response = get(path, None, "GET")
+        assert(response.statusCode == 400 && !response.body.contains("<script>"), path) // Jetty's error page contains the URL, escaped
       }
-      val page = ask("?name=echo-me%3Cscript%3E&id=echo-me&other.sort=echo-me", None, "GET")
+      val page = get("?name=echo-me%3Cscript%3E&id=echo-me&other.sort=echo-me", None, "GET")
       assert(page.statusCode == 200 && !page.body.contains("echo-me"))
     }
   }
 
-  test("pages over 1,000 topologies take less than a second, and show one page of rows") {
+  test("pages with 1,000 topologies take less than a second, and show one page of rows") {
     val many = PageModel(Snapshot((1 to 1000).map(i => busy(s"t$i")).toVector, Totals()), 61000)
-    serving(many) { ask =>
+    serving(many) { get =>
       Seq("", "?topologies.sort=Duration", "topology/?id=t1").foreach { path =>
-        ask(path, None, "GET")
+        get(path, None, "GET")
         val began = System.nanoTime()
-        val body = ask(path, None, "GET").body
+        val body = get(path, None, "GET").body
         assert((System.nanoTime() - began) / 1e9 < 1, path)
         assert(body.contains("name of t1") && "<tr>".r.findAllIn(body).size < 300)
       }

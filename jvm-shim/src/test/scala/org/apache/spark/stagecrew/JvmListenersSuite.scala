@@ -8,20 +8,20 @@ import org.scalatest.funsuite.AnyFunSuite
 import scala.jdk.CollectionConverters._
 import stagecrew.{TopologyContext, TopologyListener}
 import org.apache.spark.stagecrew.executor.{ExecutorCrew, Ledger, ListenerCounts}
-import org.apache.spark.stagecrew.listeners.{JvmListeners, OpenFailedException, Where}
+import org.apache.spark.stagecrew.listeners.{JvmListeners, OpenFailedException, ListenerContext}
 import org.apache.spark.stagecrew.wire.Entry
 
 object JvmListenersSuite {
-  val said = new ConcurrentLinkedQueue[String]()
+  val calls = new ConcurrentLinkedQueue[String]()
   @volatile var interrupted = new CountDownLatch(1)
 
   abstract class Recording(name: String) extends TopologyListener {
-    private def say(what: String): Unit = { said.add(s"$what $name"); () }
-    override def open(context: TopologyContext): Unit = say("open")
-    override def close(context: TopologyContext): Unit = say("close")
+    private def record(what: String): Unit = { calls.add(s"$what $name"); () }
+    override def open(context: TopologyContext): Unit = record("open")
+    override def close(context: TopologyContext): Unit = record("close")
     override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable = {
-      say("enter")
-      () => say("leave")
+      record("enter")
+      () => record("leave")
     }
   }
   class A extends Recording("a")
@@ -67,14 +67,14 @@ object JvmListenersSuite {
 class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
   import JvmListenersSuite._
 
-  // Long for a hook that does nothing, on a busy machine too.
+  // Long enough for a hook that does nothing, even on a busy machine.
   private val settings = new Settings(new SparkConf(false).set(Settings.OpenTimeout, "1s").set(Settings.CloseTimeout, "1s"))
-  private val where = Where("app", "enrich", "t", "7", "host", Collections.emptyMap())
+  private val context = ListenerContext("app", "enrich", "t", "7", "host", Collections.emptyMap())
   private val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("suite"))
   private var ledger = new Ledger
 
   override def beforeEach(): Unit = {
-    said.clear()
+    calls.clear()
     interrupted = new CountDownLatch(1)
     ledger = new Ledger
   }
@@ -82,18 +82,18 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
   private def listeners(classes: Class[_]*): JvmListeners = new JvmListeners(
     classes.zipWithIndex.map { case (cls, i) =>
       Entry(i, "jvm", cls.getSimpleName, cls.getName, Some("jvm"), Some("application"), required = true, None)
-    }.toVector, where, settings, ledger, pool)
+    }.toVector, context, settings, ledger, pool)
 
-  private def heard: Seq[String] = said.asScala.toSeq
+  private def recordedCalls: Seq[String] = calls.asScala.toSeq
 
   private def counts(index: Int): ListenerCounts = ledger.of("t").listeners.find(_.index == index).get
 
-  test("opened in order, entered in order, left and closed in reverse") {
+  test("listeners open and decorate in order, and leave decorations and close in reverse") {
     val three = listeners(classOf[A], classOf[B], classOf[C])
     three.open()
     three.leave(three.decorate(null))
     three.close()
-    assert(heard == Seq("open a", "open b", "open c", "enter a", "enter b", "enter c", "leave c", "leave b", "leave a",
+    assert(recordedCalls == Seq("open a", "open b", "open c", "enter a", "enter b", "enter c", "leave c", "leave b", "leave a",
       "close c", "close b", "close a"))
     (0 to 2).foreach(i => assert(counts(i).opens == 1 && counts(i).closes == 1 && counts(i).failures == 0))
   }
@@ -103,38 +103,38 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     one.open()
     one.close()
     one.close()
-    assert(heard == Seq("open a", "close a") && counts(0).closes == 1)
+    assert(recordedCalls == Seq("open a", "close a") && counts(0).closes == 1)
   }
 
-  test("a failed open closes itself and the opened listeners, in reverse, and opens no others") {
+  test("after a failed open, the failed and the opened listeners close in reverse, and no others open") {
     val three = listeners(classOf[A], classOf[FailingOpen], classOf[C])
     val failed = intercept[OpenFailedException](three.open())
     assert(failed.listener == "FailingOpen" && failed.getCause.getMessage == "no pool")
     Seq("FailingOpen", "enrich", "7", "host", "no pool").foreach(part => assert(failed.getMessage.contains(part)))
-    assert(heard == Seq("open a", "open failing", "close failing", "close a"))
+    assert(recordedCalls == Seq("open a", "open failing", "close failing", "close a"))
     assert(counts(1).opens == 1 && counts(1).closes == 1 && counts(1).failures == 1)
     assert(counts(1).lastError.contains("no pool"))
     assert(!ledger.of("t").listeners.exists(_.index == 2))
   }
 
-  test("a failed close is counted, and does not stop the others") {
+  test("a failed close is counted, and the others close") {
     val three = listeners(classOf[A], classOf[FailingClose], classOf[C])
     three.open()
     three.close()
-    assert(heard.drop(3) == Seq("close c", "close failing", "close a"))
+    assert(recordedCalls.drop(3) == Seq("close c", "close failing", "close a"))
     assert(counts(1).closes == 1 && counts(1).failures == 1 && counts(1).lastError.contains("no close"))
   }
 
-  test("a hanging open is interrupted at its timeout, closed, and named") {
+  test("a hanging open is interrupted at its timeout, its listener is closed, and the error names it") {
     val hanging = listeners(classOf[A], classOf[Hanging])
     val failed = intercept[OpenFailedException](hanging.open())
     assert(failed.getMessage.contains("Hanging") && failed.getMessage.contains("1000 ms"))
     assert(interrupted.await(5, TimeUnit.SECONDS))
-    assert(heard == Seq("open a", "close hanging", "close a"))
+    assert(recordedCalls == Seq("open a", "close hanging", "close a"))
     assert(counts(1).failures == 1)
   }
 
-  test("a listener is open until its close has ended") {
+  test("a listener counts as open until its close returns") {
     var seen = Seq.empty[Long]
     look = () => seen = Seq(counts(0).opens, counts(0).closes)
     val one = listeners(classOf[Looking])
@@ -148,13 +148,13 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     hanging.open()
     hanging.close()
     assert(interrupted.await(5, TimeUnit.SECONDS))
-    assert(heard == Seq("open a", "close a"))
+    assert(recordedCalls == Seq("open a", "close a"))
     assert(counts(1).closes == 1 && counts(1).failures == 1)
   }
 
-  test("the time of a failed or interrupted hook is in the sums and in the timeline") {
+  test("the duration of a failed or interrupted hook is in the sums and in the timeline") {
     val timed = scala.collection.mutable.Map.empty[String, Long]
-    ledger.timed = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
+    ledger.onDuration = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
     intercept[OpenFailedException](listeners(classOf[A], classOf[Hanging]).open())
     assert(counts(1).openMicros >= 1000000)
     assert(timed("open") == counts(0).openMicros + counts(1).openMicros && timed("close") == counts(0).closeMicros + counts(1).closeMicros)
@@ -164,24 +164,24 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(0).closeMicros >= 1000000 && timed("close") == ledger.of("t").totals.closeMicros)
   }
 
-  test("a failed decorate leaves the entered ones, and names its listener") {
+  test("after a failed decorate, the earlier decorations are left, and the error names the listener") {
     val three = listeners(classOf[A], classOf[FailingDecorate], classOf[C])
     three.open()
     val failed = intercept[OpenFailedException](three.decorate(null))
     assert(failed.listener == "FailingDecorate" && failed.getMessage.contains("no scope"))
-    assert(heard.drop(3) == Seq("enter a", "leave a"))
+    assert(recordedCalls.drop(3) == Seq("enter a", "leave a"))
     assert(counts(1).failures == 1)
   }
 
-  test("a decoration that fails at its end is counted, and the outer ones are still left") {
+  test("a decoration that fails at its end is counted, and the outer decorations are left") {
     val two = listeners(classOf[A], classOf[FailingLeave])
     two.open()
     two.leave(two.decorate(null))
-    assert(heard.drop(2) == Seq("enter a", "enter failing", "leave a"))
+    assert(recordedCalls.drop(2) == Seq("enter a", "enter failing", "leave a"))
     assert(counts(1).failures == 1)
   }
 
-  test("a listener needs no methods, and may return no scope") {
+  test("a listener may implement no method, and `decorate` may return null") {
     val plain = listeners(classOf[Plain])
     plain.open()
     assert(plain.decorate(null).isEmpty)
@@ -189,10 +189,10 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(0).opens == 1 && counts(0).closes == 1 && counts(0).failures == 0)
   }
 
-  test("a class that is missing, no listener, or needs arguments is refused by name, with the remedy") {
+  test("a class that is missing, is not a listener, or needs arguments is rejected by name, with the remedy") {
     Seq(classOf[NoListener].getName, classOf[NoConstructor].getName, "no.such.Listener").foreach { name =>
       val entry = Entry(0, "jvm", name, name, Some("jvm"), Some("application"), required = true, None)
-      val failed = intercept[OpenFailedException](new JvmListeners(Vector(entry), where, settings, ledger, pool).open())
+      val failed = intercept[OpenFailedException](new JvmListeners(Vector(entry), context, settings, ledger, pool).open())
       assert(failed.getMessage.contains(name) && failed.getMessage.contains("public constructor"))
     }
   }
@@ -201,10 +201,10 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     val entries = listeners(classOf[A])
     entries.open()
     entries.close()
-    said.clear()
+    calls.clear()
     val two = listeners(classOf[A], classOf[NoListener])
     intercept[OpenFailedException](two.open())
-    assert(heard == Seq("open a", "close a"))
+    assert(recordedCalls == Seq("open a", "close a"))
   }
 
   test("the text of a listener's exception is limited") {

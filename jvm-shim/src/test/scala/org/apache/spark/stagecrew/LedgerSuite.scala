@@ -14,7 +14,7 @@ class LedgerSuite extends AnyFunSuite {
   private def topologiesIn(report: ExecutorReport): Map[String, ExecutorCounts] = sent(report).topologies
   private def totalsIn(report: ExecutorReport): Totals = sent(report).totals
 
-  test("a report has the complete counts of changed topologies, and does not exist without changes") {
+  test("a report contains the complete counts of changed topologies, and without changes there is no report") {
     val ledger = new Ledger
     assert(ledger.report().isEmpty)
     opened(ledger, "a")
@@ -29,7 +29,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(topologiesIn(next)("a").listeners(0).opens == 2)
   }
 
-  test("counts are the same on the driver") {
+  test("the driver receives the same counts") {
     val ledger = new Ledger
     ledger.listener("a", 3, "\"<&", "executor")(_.copy(opens = 1, closes = 2, failures = 3, lost = 4, openMicros = 5,
       closeMicros = Long.MaxValue, lastError = "line\n\u00e4\u20ac"))
@@ -37,7 +37,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(topologiesIn(ledger.report().get._2) == Map("a" -> ledger.of("a")))
   }
 
-  test("an undelivered report is repeated, and its topologies are kept until it has arrived") {
+  test("an undelivered report is repeated, and its topologies are kept until it is delivered") {
     val ledger = new Ledger
     opened(ledger, "a")
     opened(ledger, "b")
@@ -71,7 +71,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(ledger.of("a") == ExecutorCounts())
   }
 
-  test("totals are sums of all counts, never decrease, and are in each report") {
+  test("totals are the sums of all counts, never decrease, and are in each report") {
     val random = new Random(7)
     val ledger = new Ledger
     var expected = Totals()
@@ -95,7 +95,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(totalsIn(ledger.full("0")._2) == expected)
   }
 
-  test("counts survive JSON, also those of an older version without releaseFailures") {
+  test("counts are unchanged after JSON, and those of an older version without releaseFailures are read") {
     val counts = ExecutorCounts(partitions = PartitionCounts(1, 2, 3, 4, 5, 6, 7, 8))
     assert(Json.as[ExecutorCounts](Json.tree(counts)) == counts)
     assert((counts + counts).partitions.releaseFailures == 16)

@@ -4,9 +4,9 @@ import java.io.{ByteArrayInputStream, ByteArrayOutputStream, DataInputStream, Ou
 import java.net.Socket
 import org.apache.spark.stagecrew.wire.{Frame, Frames, Link}
 
-/** Links without a process. */
+/** Links to simulated Python processes. */
 object Links {
-  /** A link that receives these bytes, and passes the bytes that are sent on it to `sent`. */
+  /** A link that reads these bytes. `sent` is called with everything that is sent on it. */
   def link(process: String, role: String, pid: Long, arriving: Array[Byte] = Array.emptyByteArray)(sent: Frame => Unit): Link = {
     val socket = new Socket {
       override def getOutputStream: OutputStream = new ByteArrayOutputStream {

@@ -7,7 +7,7 @@ import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, Part
 import org.apache.spark.stagecrew.ui.TopologyView
 import org.apache.spark.stagecrew.wire.{Description, Json}
 
-/** With dynamic allocation executors come and go for as long as an application runs. */
+/** With dynamic allocation, a long-running application loses many executors. */
 class LostExecutorsSuite extends AnyFunSuite {
   private def topology() = new Topology(Description("t", "t", None, Vector.empty)(), "named", retainedLost = 3)
 
@@ -22,49 +22,49 @@ class LostExecutorsSuite extends AnyFunSuite {
   test("a topology lists its last lost executors, and sums up the others") {
     val random = new Random(7)
     (1 to 20).foreach { _ =>
-      val (of, every) = (topology(), (1 to 50).map(i => s"$i" -> counts(random)))
-      val lost = every.take(45)
-      every.foreach { case (id, one) =>
-        of.executors += id
-        of.holders += id
-        of.counts(id) = 1L -> one
-        of.spans.record(id, 1, SpanReport(2, Vector.empty))
+      val (state, executors_) = (topology(), (1 to 50).map(i => s"$i" -> counts(random)))
+      val lost = executors_.take(45)
+      executors_.foreach { case (id, one) =>
+        state.executors += id
+        state.holders += id
+        state.counts(id) = 1L -> one
+        state.spans.record(id, 1, SpanReport(2, Vector.empty))
       }
-      lost.foreach { case (id, _) => of.lost(id) }
-      of.changed()
-      val view = of.view
-      val listed = every.drop(42).map(_._1)
+      lost.foreach { case (id, _) => state.lost(id) }
+      state.changed()
+      val view = state.view
+      val listed = executors_.drop(42).map(_._1)
       assert(view.lostExecutors == Vector("43", "44", "45") && view.askedBy == listed && view.forgottenExecutors == 42)
-      assert(view.executors.keys.toSeq == listed :+ Topology.Forgotten && of.holders.toSeq == listed && of.counts.size == 8)
-      assert(view.executors.values.map(_.totals).reduce(_ + _) == every.map(_._2.totals).reduce(_ + _))
-      assert(view.executors.values.toSeq.map(_.processes).sum == every.map(_._2.processes).sum && view.spansDropped == 100)
-      (0 until 4).foreach { index => // listener by listener
+      assert(view.executors.keys.toSeq == listed :+ Topology.Forgotten && state.holders.toSeq == listed && state.counts.size == 8)
+      assert(view.executors.values.map(_.totals).reduce(_ + _) == executors_.map(_._2.totals).reduce(_ + _))
+      assert(view.executors.values.toSeq.map(_.processes).sum == executors_.map(_._2.processes).sum && view.spansDropped == 100)
+      (0 until 4).foreach { index => // for each listener
         def sum(all: Seq[(String, ExecutorCounts)]) = all.flatMap(_._2.listeners.find(_.index == index)).map(_.opens).sum
-        assert(sum(view.executors.toSeq) == sum(every))
+        assert(sum(view.executors.toSeq) == sum(executors_))
       }
-      val folded = view.executors.last._2
-      assert(folded.deferred.isEmpty && folded.partitions.storing(PartitionCounts()) == folded.partitions)
+      val forgotten = view.executors.last._2
+      assert(forgotten.deferred.isEmpty && forgotten.partitions.storing(PartitionCounts()) == forgotten.partitions)
       assert(Json.read[TopologyView](Json.write(view)) == view)
-      val page = Views.page("topology", Views.shown(view), "id" -> "t")
+      val page = Views.page("topology", Views.model(view), "id" -> "t")
       assert(Views.rows(page, "executors").last.take(2) == Seq("forgotten", "lost") && page.text.contains("42; their counts are in the row"))
-      assert(Views.rows(Views.page("", Views.shown(view)), "topologies").head.slice(6, 8).contains("50"))
+      assert(Views.rows(Views.page("", Views.model(view)), "topologies").head.slice(6, 8).contains("50"))
     }
   }
 
   test("sums over all executors never decrease, and a late report of a forgotten one changes nothing") {
     val random = new Random(3)
     val book = new TotalsBook(retainedLost = 5)
-    var wanted = Totals()
+    var expected = Totals()
     (1 to 500).foreach { i =>
       val totals = counts(random).totals
-      wanted += totals
-      assert(book.record(s"$i", 2, totals) && book.record(s"$i", 1, Totals(opens = 1000000)) && book.sum == wanted)
-      book.lose(s"$i")
-      book.lose(s"$i")
-      assert(book.sum == wanted && book.size <= 5)
+      expected += totals
+      assert(book.record(s"$i", 2, totals) && book.record(s"$i", 1, Totals(opens = 1000000)) && book.sum == expected)
+      book.executorLost(s"$i")
+      book.executorLost(s"$i")
+      assert(book.sum == expected && book.size <= 5)
     }
-    assert(!book.record("1", 9, Totals(opens = 1000000)) && book.sum == wanted && book.size == 5)
+    assert(!book.record("1", 9, Totals(opens = 1000000)) && book.sum == expected && book.size == 5)
     val late = counts(random).totals
-    assert(book.record("500", 3, late) && book.size == 5) // lost, but still known
+    assert(book.record("500", 3, late) && book.size == 5) // lost, but not forgotten
   }
 }

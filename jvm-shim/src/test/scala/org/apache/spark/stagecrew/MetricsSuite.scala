@@ -9,7 +9,7 @@ import org.apache.spark.stagecrew.executor.{Ledger, PartitionCounts}
 class MetricsSuite extends AnyFunSuite {
   private val page = Seq("docs", "../docs").map(folder => Path.of(folder, "reference", "metrics.md")).find(Files.exists(_)).get
 
-  test("the documented table has the metrics of the code, in their order, each with its type, its place and a description") {
+  test("the table in the docs lists the metrics of the code in order, each with its type, its place and a description") {
     val Row = """\| `(\S+)` \| (\w+) \| ([\w, ]+) \| (.+) \|""".r
     val documented = Files.readString(page).linesIterator.collect { case Row(name, kind, where, what) => (name, kind, where, what) }.toSeq
     val expected = Metrics.both.map(m => (m.name, "gauge", "driver, executors")) ++
@@ -18,14 +18,14 @@ class MetricsSuite extends AnyFunSuite {
     documented.foreach { case (name, _, _, what) => assert(what.endsWith("."), name) }
   }
 
-  test("metric names are unique, and end with their unit if they have one") {
+  test("metric names are unique, and end with a unit if there is one") {
     val names = Metrics.both.map(_.name) ++ Metrics.driver.map(_.name) ++ Metrics.times.map(_._2)
     assert(names.distinct == names)
     names.filter(name => Seq("duration", "memory", "cpu", "p50", "p95", "p99", "max", "open", "close").exists(name.split('.').contains))
       .foreach(name => assert(Seq("micros", "bytes", "millicores").contains(name.split('.').last), name))
   }
 
-  test("an executor's metrics are its ledger's, and its times are histograms of microseconds") {
+  test("an executor's metrics are the counts of its ledger, and histograms of durations in microseconds") {
     val (ledger, registry) = (new Ledger, new MetricRegistry)
     Metrics.registerExecutor(registry, ledger)
     ledger.listener("t", 0, "a", "worker")(_.copy(opens = 2, openMicros = 70))

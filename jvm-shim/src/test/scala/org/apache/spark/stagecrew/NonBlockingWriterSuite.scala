@@ -10,7 +10,7 @@ import org.apache.spark.stagecrew.wire.NonBlockingWriter
 class NonBlockingWriterSuite extends AnyFunSuite with Eventually {
   override implicit val patienceConfig: PatienceConfig = PatienceConfig(Span(10, Seconds))
 
-  /** The written messages with the threads that wrote them. Each message is one byte, except the large ones. */
+  /** Records the written messages and the threads that wrote them. A message is one byte, except for large ones. */
   private final class Socket(blocksAfter: Int = Int.MaxValue) {
     private val bytes = mutable.Buffer.empty[Byte]
     private val writers = mutable.Set.empty[Thread]
@@ -34,67 +34,67 @@ class NonBlockingWriterSuite extends AnyFunSuite with Eventually {
 
   private def message(n: Int) = Array(n.toByte)
 
-  test("while little is unread, put writes at once") {
+  test("put writes immediately while little is unread") {
     val socket = new Socket
-    val outlet = new NonBlockingWriter(socket.write)
-    (0 until NonBlockingWriter.AtOnce).foreach(n => outlet.put(message(n)))
-    assert(socket.all == (0 until NonBlockingWriter.AtOnce).map(_.toByte))
+    val writer = new NonBlockingWriter(socket.write)
+    (0 until NonBlockingWriter.MaxUnreadMessages).foreach(n => writer.put(message(n)))
+    assert(socket.all == (0 until NonBlockingWriter.MaxUnreadMessages).map(_.toByte))
     assert(socket.threads == Set(Thread.currentThread))
-    outlet.close()
+    writer.close()
   }
 
-  test("put never waits for a slow reader, and the order is kept") {
-    val socket = new Socket(blocksAfter = NonBlockingWriter.AtOnce)
-    val outlet = new NonBlockingWriter(socket.write)
-    (0 until 100).foreach(n => outlet.put(message(n)))
-    assert(socket.all.size == NonBlockingWriter.AtOnce)
+  test("put never blocks on a slow reader, and the order is kept") {
+    val socket = new Socket(blocksAfter = NonBlockingWriter.MaxUnreadMessages)
+    val writer = new NonBlockingWriter(socket.write)
+    (0 until 100).foreach(n => writer.put(message(n)))
+    assert(socket.all.size == NonBlockingWriter.MaxUnreadMessages)
     socket.room.countDown()
     eventually(assert(socket.all == (0 until 100).map(_.toByte)))
     assert(socket.threads.size == 2)
-    outlet.close()
+    writer.close()
   }
 
-  test("put writes at once again when the reader has read, and not before") {
+  test("put writes immediately again when the reader has read, but not before") {
     val socket = new Socket
-    val outlet = new NonBlockingWriter(socket.write)
-    (0 until NonBlockingWriter.AtOnce + 1).foreach(n => outlet.put(message(n)))
-    eventually(assert(socket.all.size == NonBlockingWriter.AtOnce + 1))
+    val writer = new NonBlockingWriter(socket.write)
+    (0 until NonBlockingWriter.MaxUnreadMessages + 1).foreach(n => writer.put(message(n)))
+    eventually(assert(socket.all.size == NonBlockingWriter.MaxUnreadMessages + 1))
     socket.forgetThreads()
-    outlet.put(message(33))
-    eventually(assert(socket.all.size == NonBlockingWriter.AtOnce + 2))
+    writer.put(message(33))
+    eventually(assert(socket.all.size == NonBlockingWriter.MaxUnreadMessages + 2))
     assert(!socket.threads(Thread.currentThread))
     eventually {
-      outlet.wasRead(socket.all.size)
+      writer.wasRead(socket.all.size)
       socket.forgetThreads()
-      outlet.put(message(34)) // once its thread has nothing more to do
+      writer.put(message(34)) // once the writer's thread is idle
       assert(socket.threads(Thread.currentThread))
     }
-    outlet.close()
+    writer.close()
   }
 
-  test("many bytes are unread as well as many messages") {
+  test("the limits apply to unread bytes and to unread messages") {
     val socket = new Socket
-    val outlet = new NonBlockingWriter(socket.write)
-    outlet.put(new Array[Byte](NonBlockingWriter.AtOnceBytes))
+    val writer = new NonBlockingWriter(socket.write)
+    writer.put(new Array[Byte](NonBlockingWriter.MaxUnreadBytes))
     assert(socket.threads == Set(Thread.currentThread))
     socket.forgetThreads()
-    outlet.put(message(1))
-    eventually(assert(socket.all.size == NonBlockingWriter.AtOnceBytes + 1))
+    writer.put(message(1))
+    eventually(assert(socket.all.size == NonBlockingWriter.MaxUnreadBytes + 1))
     assert(!socket.threads(Thread.currentThread))
-    outlet.close()
+    writer.close()
   }
 
-  test("close ends the thread, and drops the queue") {
-    val socket = new Socket(blocksAfter = NonBlockingWriter.AtOnce)
-    val outlet = new NonBlockingWriter(socket.write)
-    (0 until NonBlockingWriter.AtOnce + 1).foreach(n => outlet.put(message(n)))
+  test("close stops the thread, and drops the queue") {
+    val socket = new Socket(blocksAfter = NonBlockingWriter.MaxUnreadMessages)
+    val writer = new NonBlockingWriter(socket.write)
+    (0 until NonBlockingWriter.MaxUnreadMessages + 1).foreach(n => writer.put(message(n)))
     assert(socket.blocked.await(10, TimeUnit.SECONDS), "its thread has not begun to write")
-    outlet.put(message(98)) // behind the one that its thread writes
-    outlet.close()
-    outlet.put(message(99))
+    writer.put(message(98)) // enqueued, because the writer's thread is blocked in a write
+    writer.close()
+    writer.put(message(99))
     socket.room.countDown()
-    eventually(assert(socket.all.size == NonBlockingWriter.AtOnce + 1))
+    eventually(assert(socket.all.size == NonBlockingWriter.MaxUnreadMessages + 1))
     eventually(assert(!(socket.threads - Thread.currentThread).exists(_.isAlive)))
-    assert(socket.all == (0 to NonBlockingWriter.AtOnce).map(_.toByte))
+    assert(socket.all == (0 to NonBlockingWriter.MaxUnreadMessages).map(_.toByte))
   }
 }

@@ -7,15 +7,15 @@ import org.apache.spark.{SparkConf, SparkContext, SparkEnv, SparkException}
 import org.apache.spark.api.plugin.{DriverPlugin, ExecutorPlugin, PluginContext, SparkPlugin}
 import org.apache.spark.stagecrew.spark.{Handler, Peer, Reply, Rpc}
 
-/** Another plugin, that takes the name under which ours wants its endpoint: ours cannot start on the executor. */
+/** Another plugin that registers an endpoint with the name that our plugin needs, so ours cannot start. */
 final class Squatter extends SparkPlugin {
   override def driverPlugin(): DriverPlugin = null
   override def executorPlugin(): ExecutorPlugin = new ExecutorPlugin {
     override def init(plugin: PluginContext, extra: JMap[String, String]): Unit = {
-      val nobody = new Handler {
+      val handler = new Handler {
         def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = ()
       }
-      Rpc.endpoint(s"stagecrew-${SparkEnv.get.executorId}", nobody)
+      Rpc.endpoint(s"stagecrew-${SparkEnv.get.executorId}", handler)
       ()
     }
   }
@@ -28,7 +28,7 @@ object NotRunningSuite {
 class NotRunningSuite extends AnyFunSuite {
   import NotRunningSuite.bodies
 
-  test("where the plugin cannot start, no body runs, the executor lives, and the action fails with the cause and the remedy") {
+  test("if the plugin cannot start, no task body runs, the executor survives, and the action fails with cause and remedy") {
     val conf = new SparkConf(false).setMaster("local[2,3]").setAppName("not running").set("spark.ui.enabled", "false")
       .set("spark.driver.host", "127.0.0.1").set("spark.driver.bindAddress", "127.0.0.1")
       .set("spark.plugins", s"${classOf[Squatter].getName},stagecrew.StagecrewPlugin")

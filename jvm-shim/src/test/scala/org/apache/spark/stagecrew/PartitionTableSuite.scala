@@ -4,10 +4,11 @@ import org.scalatest.OneInstancePerTest
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
 import org.apache.spark.stagecrew.executor.PartitionCounts
-import org.apache.spark.stagecrew.partitions.{CachedBlock, Ending, Output, PartitionTable, Taken}
+import org.apache.spark.stagecrew.partitions.{CachedBlock, Ending, Output, PartitionTable, Deletions}
 import org.apache.spark.stagecrew.wire.Description
 
-/** The books of stored partitions: by hand, and in all short orders and many long ones beside a model of plain sets. */
+/** The table of stored partitions: single cases, and all short and many long sequences of operations, compared with a
+  * model of plain sets. */
 class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
   private val table = new PartitionTable
 
@@ -24,47 +25,47 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.inventory.isEmpty)
     assert(table.finished(1, Output(0, 1), 10).isEmpty)
     table.failed(2, Output(0, 2))
-    table.over(3)
+    table.attemptEnded(3)
     assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
     assert(table.inventory == Map("a" -> (Set(0), Set.empty)))
   }
 
-  test("the end of an attempt keeps finished outputs, and forgets the others") {
+  test("at the end of an attempt, finished outputs are kept, and the others are forgotten") {
     write(1, "a", 0)
     table.setUp(1, "a", Output(1, 1))
-    table.over(1)
+    table.attemptEnded(1)
     assert(table.finished(1, Output(1, 1), 10).isEmpty)
     assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
   }
 
-  test("two attempts of one partition are two outputs; a rewritten output is one") {
+  test("two attempts of one partition are two outputs; an output that is written twice is one") {
     write(1, "a", 0)
     write(2, "a", 0)
     write(2, "a", 0, bytes = 30)
     assert(table.stored("a") == PartitionCounts(outputs = 2, outputBytes = 40))
   }
 
-  test("take returns all finished outputs, and no others") {
+  test("release returns all finished outputs, and no others") {
     write(1, "a", 0)
     write(2, "a", 1)
     write(3, "b", 2)
     table.setUp(4, "a", Output(1, 4))
     table.end("a", Ending(outputs = true))
-    assert(table.take("a") == Taken(Map(Output(0, 1) -> 10L, Output(1, 2) -> 10L)))
+    assert(table.release("a") == Deletions(Map(Output(0, 1) -> 10L, Output(1, 2) -> 10L)))
     assert(table.stored("a") == PartitionCounts(inProgress = 1))
     assert(table.stored("b") == PartitionCounts(outputs = 1, outputBytes = 10))
-    assert(table.take("a") == Taken())
+    assert(table.release("a") == Deletions())
   }
 
-  test("an output that finishes after the end of its topology is deleted by its own thread") {
+  test("an output that finishes after the end of its topology is deleted by its task's thread") {
     table.setUp(1, "a", Output(0, 1))
     table.end("a", Ending(outputs = true))
     assert(table.finished(1, Output(0, 1), 10).contains("a"))
-    assert(table.take("a") == Taken())
+    assert(table.release("a") == Deletions())
     assert(table.isEmpty)
   }
 
-  test("used outputs pass to other topologies, also late ones; those of the application are forgotten") {
+  test("used outputs pass to heirs, even late ones; those that pass to the application are forgotten") {
     write(1, "a", 0)
     write(2, "a", 1)
     table.setUp(3, "a", Output(0, 3))
@@ -72,14 +73,14 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.end("a", Ending(outputs = true, heirs = Map(0 -> Some("b"), 1 -> None)))
     assert(table.finished(3, Output(0, 3), 10).isEmpty)
     assert(table.finished(4, Output(1, 4), 10).isEmpty)
-    assert(table.take("a") == Taken())
+    assert(table.release("a") == Deletions())
     assert(table.stored("b") == PartitionCounts(outputs = 2, outputBytes = 20))
     table.end("b", Ending(outputs = true))
-    assert(table.take("b").outputs.keySet == Set(Output(0, 1), Output(0, 3)))
+    assert(table.release("b").outputs.keySet == Set(Output(0, 1), Output(0, 3)))
     assert(table.isEmpty)
   }
 
-  test("an heir owns passed outputs at once, and they are released with it") {
+  test("an heir owns inherited outputs immediately, and they are released with it") {
     write(1, "a", 0)
     table.setUp(2, "a", Output(0, 2))
     table.setUp(3, "a", Output(0, 3))
@@ -87,13 +88,13 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.stored("b") == PartitionCounts(outputs = 1, outputBytes = 10))
     assert(table.finished(2, Output(0, 2), 10).isEmpty)
     table.end("b", Ending(outputs = true))
-    assert(table.take("b").outputs.keySet == Set(Output(0, 1), Output(0, 2)))
+    assert(table.release("b").outputs.keySet == Set(Output(0, 1), Output(0, 2)))
     assert(table.finished(3, Output(0, 3), 10).contains("a"))
-    assert(table.take("a") == Taken())
+    assert(table.release("a") == Deletions())
     assert(table.isEmpty)
   }
 
-  test("outputs pass from heir to heir, in any order of the ends") {
+  test("outputs pass from heir to heir, whichever topology ends first") {
     for (order <- Seq("a", "b", "c").permutations) {
       val table = new PartitionTable
       table.setUp(1, "a", Output(0, 1))
@@ -102,28 +103,28 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
       val endings = Map("a" -> Ending(outputs = true, heirs = Map(0 -> Some("b"))),
         "b" -> Ending(outputs = true, heirs = Map(0 -> Some("c"))), "c" -> Ending(outputs = true, heirs = Map(0 -> None)))
       order.foreach(topology => table.end(topology, endings(topology)))
-      assert(table.finished(2, Output(0, 2), 10).isEmpty, order) // the application's
-      order.foreach(topology => assert(table.take(topology) == Taken(), order))
+      assert(table.finished(2, Output(0, 2), 10).isEmpty, order) // passes to the application
+      order.foreach(topology => assert(table.release(topology) == Deletions(), order))
       assert(table.isEmpty, order)
     }
   }
 
-  test("the application's outputs of unused shuffles are released at the end, later ones are not") {
+  test("the application's outputs of unused shuffles are released at the end, but later ones are not") {
     write(1, Description.Application, 0)
     write(2, Description.Application, 1)
     table.end("a", Ending(outputs = true, unclaimed = Set(0)))
-    write(3, Description.Application, 0) // of a job that began while its listeners closed
-    assert(table.take("a") == Taken(Map(Output(0, 1) -> 10L)))
+    write(3, Description.Application, 0) // written by a job that began while the listeners closed
+    assert(table.release("a") == Deletions(Map(Output(0, 1) -> 10L)))
     assert(table.stored(Description.Application) == PartitionCounts(outputs = 2, outputBytes = 20))
   }
 
-  test("a topology that the driver has not ended stays booked when the executor ends") {
+  test("a topology that the driver has not ended remains booked when the executor shuts down") {
     write(1, "a", 0)
-    assert(table.take("a") == Taken())
-    assert(table.abandon() == Seq(Output(0, 1)))
+    assert(table.release("a") == Deletions())
+    assert(table.driverLost() == Seq(Output(0, 1)))
   }
 
-  test("blocks are counted where they were stored last, and released only if the topology asks for it") {
+  test("blocks are counted where they were stored last, and released only if the policy says so") {
     table.block("a", CachedBlock(1, 0), Some(5))
     table.block("a", CachedBlock(1, 0), Some(7))
     table.block("a", CachedBlock(2, 0), Some(1))
@@ -131,10 +132,10 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.block("b", CachedBlock(2, 0), None)
     assert(table.stored("a") == PartitionCounts(blocks = 2, blockBytes = 8))
     table.end("a", Ending(outputs = true, blocks = true, keptCaches = Set(3)))
-    assert(table.take("a") == Taken(blocks = Map(CachedBlock(1, 0) -> 7L)))
+    assert(table.release("a") == Deletions(blocks = Map(CachedBlock(1, 0) -> 7L)))
     table.block("b", CachedBlock(4, 0), Some(5))
     table.end("b", Ending(outputs = true))
-    assert(table.take("b") == Taken())
+    assert(table.release("b") == Deletions())
     assert(table.isEmpty)
   }
 
@@ -145,24 +146,24 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.forget(Seq(0, 77), Seq(1, 77))
     assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
     table.failed(9, Output(9, 9))
-    table.over(9)
+    table.attemptEnded(9)
     assert(table.finished(9, Output(9, 9), 1).isEmpty)
-    assert(table.take("nobody") == Taken())
+    assert(table.release("nobody") == Deletions())
     table.forget(Seq(1), Nil)
     assert(table.isEmpty)
   }
 
-  test("the first end of a topology counts, until it is taken") {
+  test("the first end of a topology wins, until it is released") {
     write(1, "a", 0)
     table.end("a", Ending(outputs = true))
     table.end("a", Ending(outputs = false))
-    assert(table.take("a").outputs.keySet == Set(Output(0, 1)))
+    assert(table.release("a").outputs.keySet == Set(Output(0, 1)))
   }
 
-  test("without a driver all finished outputs are deleted, also those that finish later") {
+  test("without a driver all finished outputs are deleted, including those that finish later") {
     write(1, "a", 0)
     table.setUp(2, "b", Output(0, 2))
-    assert(table.abandon() == Seq(Output(0, 1)))
+    assert(table.driverLost() == Seq(Output(0, 1)))
     assert(table.finished(2, Output(0, 2), 10).contains("b"))
     table.block("a", CachedBlock(1, 0), Some(5))
     assert(table.isEmpty)
@@ -177,7 +178,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.changed() == Set("a", "b"))
   }
 
-  // -- Beside a model
+  // -- Comparison with a model
 
   private val topologies = Seq("a", "b")
   private type Operation = (PartitionTable, Model) => Unit
@@ -201,7 +202,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
         }
       }
 
-    def end(topology: String, told: Ending): Unit = if (!endings.contains(topology)) {
+    def end(topology: String, ending: Ending): Unit = if (!endings.contains(topology)) {
       def after(heirs: Map[Int, Option[String]]): Map[Int, Option[String]] = heirs.flatMap { case (shuffle, heir) =>
         heir.flatMap(endings.get) match {
           case None => Some(shuffle -> heir)
@@ -209,7 +210,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
           case Some(ended) => if (ended.outputs) None else Some(shuffle -> None)
         }
       }
-      endings += topology -> told.copy(heirs = after(told.heirs))
+      endings += topology -> ending.copy(heirs = after(ending.heirs))
       endings = endings.map { case (other, ending) => other -> ending.copy(heirs = after(ending.heirs)) }
       val heirs = endings(topology).heirs
       outputs = outputs.flatMap {
@@ -218,7 +219,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
       }
     }
 
-    def take(topology: String): Taken = if (!endings.contains(topology)) Taken() else {
+    def release(topology: String): Deletions = if (!endings.contains(topology)) Deletions() else {
       val ending = endings(topology)
       endings -= topology
       val (alone, others) = outputs.partition(_._1._1 == topology)
@@ -226,15 +227,15 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
       val (blocked, otherBlocks) = blocks.partition(_._1._1 == topology)
       blocks = otherBlocks
       val gone = blocked.filter(b => ending.blocks && !ending.keptCaches(b._1._2.rdd))
-      Taken(
+      Deletions(
         if (ending.outputs) alone.map { case ((_, output), bytes) => output -> bytes } else Map.empty,
         gone.map { case ((_, block), bytes) => block -> bytes })
     }
 
     def stored(topology: String): PartitionCounts = {
-      val mine = outputs.filter(_._1._1 == topology)
+      val ofTopology = outputs.filter(_._1._1 == topology)
       val blocked = blocks.filter(_._1._1 == topology)
-      PartitionCounts(progress.count(_._2 == topology).toLong, mine.size.toLong, mine.values.sum, blocked.size.toLong, blocked.values.sum)
+      PartitionCounts(progress.count(_._2 == topology).toLong, ofTopology.size.toLong, ofTopology.values.sum, blocked.size.toLong, blocked.values.sum)
     }
   }
 
@@ -244,7 +245,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
       Seq[Operation](
         (t, m) => { t.setUp(attempt, owner, output); m.progress += ((attempt, owner, output)) },
         (t, m) => assert(t.finished(attempt, output, attempt) == m.finished(attempt, output, attempt)),
-        (t, m) => { t.over(attempt); m.progress = m.progress.filterNot(_._1 == attempt) })
+        (t, m) => { t.attemptEnded(attempt); m.progress = m.progress.filterNot(_._1 == attempt) })
     }
     val ends = Seq[(String, Ending)](
       "a" -> Ending(outputs = true, blocks = true, heirs = Map(0 -> Some("b")), keptCaches = Set(1)),
@@ -253,7 +254,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     }
     val takes = topologies.map { topology =>
       ((t, m) => {
-        val (found, expected) = (t.take(topology), m.take(topology))
+        val (found, expected) = (t.release(topology), m.release(topology))
         assert(found == expected)
         ()
       }): Operation
@@ -279,12 +280,12 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
   }
   private lazy val every = operations
 
-  test("all orders of four operations match a model of plain sets") {
+  test("all sequences of four operations match a model of plain sets") {
     val n = every.size
     for (a <- 0 until n; b <- 0 until n; c <- 0 until n; d <- 0 until n) run(Seq(a, b, c, d))
   }
 
-  test("20,000 random orders of thirty operations match a model of plain sets") {
+  test("20,000 random sequences of thirty operations match a model of plain sets") {
     val random = new Random(5)
     (0 until 20000).foreach(_ => run(Seq.fill(30)(random.nextInt(every.size))))
   }
@@ -302,15 +303,15 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
           val attempt = size + round * 20L + i
           table.setUp(attempt, s"t${i % 100}", Output(i % 1000, attempt))
           table.finished(attempt, Output(i % 1000, attempt), 1)
-          table.over(attempt)
+          table.attemptEnded(attempt)
         }
         (System.nanoTime() - started) / 20.0
       }
       rounds.sorted.apply(rounds.size / 2)
     }
     val sizes = Seq(1000, 10000, 100000)
-    (0 until 3).foreach(_ => sizes.foreach(nanos)) // warm
-    // Sizes take turns, so that a busy machine meets all.
+    (0 until 3).foreach(_ => sizes.foreach(nanos)) // warm-up
+    // The sizes alternate, so that a busy machine affects all of them.
     val turns = (0 until 5).map(_ => sizes.map(nanos))
     val times = sizes.zip(turns.transpose.map(_.sorted.apply(2)))
     info(times.map { case (size, time) => f"$size%,d partitions: $time%.0f ns for each output" }.mkString("; "))

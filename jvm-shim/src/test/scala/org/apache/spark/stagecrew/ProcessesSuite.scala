@@ -26,7 +26,7 @@ class ProcessesSuite extends AnyFunSuite {
     def counts(topology: String = "t", index: Int = 0): ListenerCounts = ledger.of(topology).listeners.find(_.index == index).get
   }
 
-  test("opens and closes are counted with their time, and a closed listener is not lost") {
+  test("opens and closes are counted with their durations, and a closed listener is not lost") {
     val f = new Fixture
     val link = f.link()
     f.hook(link, "open")
@@ -55,7 +55,7 @@ class ProcessesSuite extends AnyFunSuite {
     assert(f.processes.all == Seq(stays))
   }
 
-  test("a process that ends during an open has lost the listener") {
+  test("a listener is lost if its process ends during open") {
     val f = new Fixture
     val link = f.link()
     f.processes.hookBegan(link, "t", 0, "open", Long.MaxValue)
@@ -64,11 +64,11 @@ class ProcessesSuite extends AnyFunSuite {
     assert(f.counts().opens == 1 && f.counts().lost == 1 && f.counts().openMicros == 0)
   }
 
-  test("a topology is deferred while its process is busy, until it closes or is gone") {
+  test("a topology is deferred while its process is busy, until the process closes it or ends") {
     val f = new Fixture
     val (one, two) = (f.link(), f.link())
     Seq(one, two).foreach { link =>
-      f.processes.touched(link, "t")
+      f.processes.addTopology(link, "t")
       f.processes.defer(link, "t")
       f.processes.defer(link, "t")
     }
@@ -96,10 +96,10 @@ class ProcessesSuite extends AnyFunSuite {
     assert(f.processes.unclosed(late, "t") == Seq("listener 0"))
   }
 
-  test("the time of a killed hook is in the sums and in the timeline") {
+  test("the duration of a killed hook is in the sums and in the timeline") {
     val f = new Fixture
     val timed = scala.collection.mutable.Map.empty[String, Long]
-    f.ledger.timed = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
+    f.ledger.onDuration = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
     Seq("open", "close").zipWithIndex.foreach { case (hook, n) =>
       f.processes.hookBegan(f.link(), "t", 0, hook, f.now + 1)
       f.now += 1000000L * (n + 2)
@@ -109,25 +109,25 @@ class ProcessesSuite extends AnyFunSuite {
     assert(timed == Map("open" -> 2000L, "close" -> 3000L))
   }
 
-  test("busy links, links that run an attempt, and links that must close") {
+  test("finds busy links, links that run an attempt, and links that must close a topology") {
     val f = new Fixture
     val (worker, idle, agent) = (f.link(), f.link(), f.link("agent"))
     f.processes.began(worker, 7, Set("u"))
     f.processes.began(agent, 7, Set("u"))
-    Seq(worker, idle).foreach(f.processes.touched(_, "t"))
-    f.processes.touched(worker, "u")
+    Seq(worker, idle).foreach(f.processes.addTopology(_, "t"))
+    f.processes.addTopology(worker, "u")
     assert(f.processes.running(7) == Seq(worker))
     assert(f.processes.busy == Seq(worker, agent))
-    assert(f.processes.touching("t") == Seq(worker -> true, idle -> false))
-    assert(f.processes.touching("u") == Seq(worker -> false)) // its own task is not another one's
-    assert(f.processes.touchesAny(idle) && !f.processes.touchesAny(agent))
+    assert(f.processes.linksOf("t") == Seq(worker -> true, idle -> false))
+    assert(f.processes.linksOf("u") == Seq(worker -> false)) // its task belongs to this topology
+    assert(f.processes.hasTopologies(idle) && !f.processes.hasTopologies(agent))
     f.processes.ended(worker)
     f.processes.closed(idle, "t")
-    assert(f.processes.touching("t") == Seq(worker -> false))
+    assert(f.processes.linksOf("t") == Seq(worker -> false))
     assert(f.processes.running(7).isEmpty)
   }
 
-  test("a report does not grow with the number of past processes") {
+  test("a report does not grow with the number of ended processes") {
     val f = new Fixture
     (1 to 10000).foreach { n =>
       val link = f.link()

@@ -9,7 +9,7 @@ class PythonPathSuite extends AnyFunSuite {
 
   private def entries: Seq[String] = seen.head.toSeq.flatMap(_.split(":"))
 
-  test("the jar comes first, once, in this JVM and in new processes; removing it restores the path") {
+  test("the jar is first in the path, once, in this JVM and in new processes; removing it restores the path") {
     val before = seen.head
     assert(PythonPath.add("/a/first.jar"))
     assert(!PythonPath.add("/a/first.jar"))

@@ -21,7 +21,7 @@ class SettingsSuite extends AnyFunSuite {
     assert(explicit.openTimeoutMs == settings.openTimeoutMs && explicit.maxFrame == settings.maxFrame)
   }
 
-  test("times and sizes have units, and lists may have spaces and empty entries") {
+  test("times and sizes may have units, and lists may have spaces and empty entries") {
     val settings = new Settings(conf(Settings.OpenTimeout -> "1500ms", Settings.CloseTimeout -> "2min",
       Settings.MaxFrame -> "1k", Settings.Listeners -> " a:b , ,c:d,", Settings.JvmListeners -> "x.Y"))
     assert(settings.openTimeoutMs == 1500 && settings.closeTimeoutMs == 120000 && settings.maxFrame == 1024)
@@ -37,7 +37,7 @@ class SettingsSuite extends AnyFunSuite {
     intercept[NumberFormatException](new Settings(conf(Settings.RetainedTopologies -> "many")))
   }
 
-  test("times and numbers that are not positive are refused, and the message has the default") {
+  test("times and numbers that are not positive are refused, and the message contains the default") {
     Seq(Settings.OpenTimeout, Settings.CloseTimeout, Settings.ShutdownTimeout, Settings.ChannelTimeout, Settings.ReportInterval,
       Settings.RetainedTopologies).foreach { key =>
       val refused = intercept[IllegalArgumentException](new Settings(conf(key -> "0")))
@@ -50,7 +50,7 @@ class SettingsSuite extends AnyFunSuite {
     assert(Settings.unknown(user) == Seq("spark.stagecrew.open.timeoutt"))
   }
 
-  test("settings of Spark that cannot work are refused with the remedy") {
+  test("Spark settings that cannot work are refused with the remedy") {
     Seq(DriverShim.DaemonModuleKey -> "mine.daemon", "spark.python.use.daemon" -> "false",
       "spark.sql.execution.udf.unified.execution.enabled" -> "true").foreach { case (key, value) =>
       val refused = intercept[IllegalArgumentException](DriverShim.configure(conf(key -> value)))
@@ -66,7 +66,7 @@ class SettingsSuite extends AnyFunSuite {
     DriverShim.configure(user)
     val none = conf()
     DriverShim.configure(none)
-    assert(!none.contains("spark.executorEnv.PYTHONPATH")) // it would replace what executors have of their own
+    assert(!none.contains("spark.executorEnv.PYTHONPATH")) // it would replace the executors' own PYTHONPATH
   }
 
   test("another Spark version is refused, and both versions are named") {
@@ -76,7 +76,7 @@ class SettingsSuite extends AnyFunSuite {
     }
   }
 
-  test("the application's topology has the listeners of the configuration, those in the JVM first") {
+  test("the application topology has the listeners of the configuration, JVM listeners first") {
     val user = conf(Settings.Listeners -> "pools:orders", Settings.JvmListeners -> "a.b.Mdc",
       "spark.pyspark.python" -> "python9", "spark.executorEnv.X" -> "y")
     val description = DriverShim.application(user, new Settings(user))
@@ -85,7 +85,7 @@ class SettingsSuite extends AnyFunSuite {
     assert((description.executable, description.environment, description.files) == (("python9", Map("X" -> "y"), Nil)))
   }
 
-  test("a description is the same on an executor, with its pickled bytes") {
+  test("an executor receives the same description, with the pickled bytes") {
     val blob = Array.tabulate(256)(_.toByte)
     val entries = Vector(
       Entry(0, "jvm", "Mdc", "a.b.Mdc", Some("jvm"), Some("application"), required = true, None),

@@ -21,7 +21,7 @@ class SnapshotSuite extends AnyFunSuite {
     Some(RecoveryView(VectorMap("job" -> "j", "term" -> "3"), Vector(StepView("s", "found", 1, 2)), 5)),
     Some(operator.copy(name = "")), 4)
 
-  test("a snapshot is read back from its JSON as it was") {
+  test("a snapshot is unchanged after JSON") {
     assert(Json.read[Snapshot](Json.write(full.json)) == full)
     assert(full.json.get("version").asInt == 1)
   }
@@ -37,14 +37,14 @@ class SnapshotSuite extends AnyFunSuite {
     assert(read.topologies.head.operators.head.progress.keys.toVector == names)
   }
 
-  test("fewer steps are the running and the last ones, in order, and the others are counted") {
+  test("`fewer` keeps the running and the last steps in order, and counts the others") {
     val steps = Vector(StepView("a", "running", 1, 0)) ++ (1 to 5).map(i => StepView(i.toString, "finished", 1, 2)) :+ StepView("b", "running", 1, 0)
     val fewer = RecoveryView(VectorMap.empty, steps, 2).fewer(4)
     assert(fewer.steps.map(_.name) == Seq("a", "4", "5", "b") && fewer.forgottenSteps == 5)
     assert(fewer.fewer(1).steps.map(_.name) == Seq("a") && fewer.fewer(9) == fewer)
   }
 
-  test("fields that an older version lacks are empty, and those that a newer one adds are ignored") {
+  test("missing fields of an older version are empty, and unknown fields of a newer version are ignored") {
     val node = Json.parse(Json.write(full.json))
     node.put("more", 1).remove("processes")
     val topology = node.get("topologies").get(0).asInstanceOf[com.fasterxml.jackson.databind.node.ObjectNode]

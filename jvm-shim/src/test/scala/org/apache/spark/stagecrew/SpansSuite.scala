@@ -7,10 +7,11 @@ import org.apache.spark.stagecrew.executor.{ExecutorReport, Ledger, Processes, S
 import org.apache.spark.stagecrew.wire.{Description, Json}
 
 class SpansSuite extends AnyFunSuite {
-  private def told(log: SpanLog, book: SpanBook, sequence: Long, executor: String = "1"): () => Unit = {
-    val (report, arrived) = log.untold
-    book.record(executor, sequence, Json.read[SpanReport](Json.write(report)))
-    arrived
+  /** Records a report of the log in the book. Returns the callback for its delivery. */
+  private def report(log: SpanLog, book: SpanBook, sequence: Long, executor: String = "1"): () => Unit = {
+    val (body, delivered) = log.report
+    book.record(executor, sequence, Json.read[SpanReport](Json.write(body)))
+    delivered
   }
 
   test("the first spans and the slowest of the rest are kept, and all others are counted") {
@@ -19,49 +20,49 @@ class SpansSuite extends AnyFunSuite {
       val (log, count) = (new SpanLog(first = 5, slowest = 3), random.nextInt(40))
       val lengths = Vector.fill(count)(random.nextInt(1000).toLong * 1000)
       lengths.zipWithIndex.foreach { case (micros, n) => log.add("task", s"$n", n.toLong, micros, failed = false) }
-      (0 until 3).foreach(n => log.add("open", s"open $n", n.toLong, 1, failed = n == 1)) // these have room of their own
+      (0 until 3).foreach(n => log.add("open", s"open $n", n.toLong, 1, failed = n == 1)) // opens have their own slots
       val book = new SpanBook
-      told(log, book, 1)
+      report(log, book, 1)
       val (tasks, opens) = book.spans.partition(_.kind == "task")
-      val wanted = lengths.take(5).sorted ++ lengths.drop(5).sorted.takeRight(3)
-      assert(tasks.map(one => (one.ended - one.started) * 1000).sorted == wanted.sorted)
+      val expected = lengths.take(5).sorted ++ lengths.drop(5).sorted.takeRight(3)
+      assert(tasks.map(one => (one.ended - one.started) * 1000).sorted == expected.sorted)
       assert((0 until math.min(5, count)).forall(n => tasks.exists(_.name == s"$n")))
       assert(book.dropped == math.max(0, count - 8) && opens.map(_.failed) == Vector(false, true, false))
     }
   }
 
-  test("a report repeats spans until they have arrived; repeated and late reports change nothing") {
+  test("a report repeats spans until they are delivered; repeated and late reports change nothing") {
     val random = new Random(5)
     (1 to 30).foreach { _ =>
       val (log, book) = (new SpanLog(2, 2), new SpanBook)
       var late = List.empty[(Long, SpanReport)]
       (1L to 60L).foreach { sequence =>
         log.add("task", s"$sequence", sequence, random.nextInt(1000).toLong, failed = false)
-        val (body, arrived) = log.untold
+        val (body, delivered) = log.report
         random.nextInt(4) match {
-          case 0 => late ::= sequence -> body // it arrives, but nobody knows
+          case 0 => late ::= sequence -> body // delivered late, without a confirmation
           case 1 => ()
           case _ =>
             book.record("1", sequence, body)
-            arrived()
+            delivered()
         }
         if (random.nextBoolean()) late.foreach { case (number, old) => book.record("1", number, old) }
       }
-      told(log, book, 100)()
-      assert(log.untold._1.slots.isEmpty)
+      report(log, book, 100)()
+      assert(log.report._1.slots.isEmpty)
       assert(book.size == 4 && book.dropped == 56)
       late.foreach { case (number, old) => book.record("1", number, old) }
       assert(book.size == 4 && book.dropped == 56)
     }
   }
 
-  test("the driver limits spans per topology and in total: topologies that closed first lose theirs") {
+  test("the driver limits spans per topology and in total; topologies that closed first lose theirs first") {
     def topology(id: String, ended: Long, spans: Int) = {
       val made = new Topology(Description(id, id, None, Vector.empty)(), "named")
       if (ended > 0) { made.state = "closed"; made.ended = ended }
       val log = new SpanLog(100, 100)
       (0 until spans).foreach(n => log.add("task", "t", n.toLong, 1, failed = false))
-      told(log, made.spans, 1)
+      report(log, made.spans, 1)
       made
     }
     val (old, newer, runs) = (topology("a", 1, 10), topology("b", 2, 10), topology("c", 0, 10))
@@ -72,27 +73,27 @@ class SpansSuite extends AnyFunSuite {
     val small = new SpanBook(limit = 3)
     val log = new SpanLog
     (0 until 9).foreach(n => log.add("open", "o", n.toLong, 1, failed = false))
-    told(log, small, 1)
+    report(log, small, 1)
     assert(small.size == 3 && small.dropped == 6)
   }
 
-  test("without timelines no span is made, and durations are still reported") {
+  test("without timelines no span is recorded, but durations are still reported") {
     val ledger = new Ledger(() => 10000, timelines = false)
-    val told = scala.collection.mutable.ArrayBuffer.empty[(String, Long)]
-    ledger.timed = (kind, micros) => told += kind -> micros
+    val durations = scala.collection.mutable.ArrayBuffer.empty[(String, Long)]
+    ledger.onDuration = (kind, micros) => durations += kind -> micros
     val processes = new Processes(ledger, (_, _) => ("pool", "worker"), () => 5000000)
     val link = Links.link("p", "worker", 1)(_ => ())
     processes.connected(link)
     processes.hookBegan(link, "t", 0, "open", Long.MaxValue)
     processes.hookEnded(link, "t", 0, "open", failed = false, 700, "")
-    ledger.span("t", "task", fail("a name that nobody reads is made"), 900, failed = false)
+    ledger.span("t", "task", fail("the name of a span is computed although it is not recorded"), 900, failed = false)
     val report = ledger.report().get._2
     assert(report.spans.isEmpty && report.topologies("t").totals.opens == 1)
-    assert(told.toSeq == Seq("open" -> 700L, "task" -> 900L) && ledger.report().isEmpty)
+    assert(durations.toSeq == Seq("open" -> 700L, "task" -> 900L) && ledger.report().isEmpty)
     assert(ledger.full("t")._2.spans.isEmpty)
   }
 
-  test("opens, closes and hanging hooks have a span that ends now; decorations have none") {
+  test("opens, closes and hanging hooks have a span that ends now, but decorations have none") {
     val ledger = new Ledger(() => 10000)
     val processes = new Processes(ledger, (_, _) => ("pool", "worker"), () => 5000000)
     val link = Links.link("p", "worker", 1)(_ => ())
@@ -109,7 +110,7 @@ class SpansSuite extends AnyFunSuite {
       ("open", "pool", 8000L, 10000L, false), ("close", "pool", 8000L, 10000L, true), ("open", "pool", 10000L, 10000L, true)))
   }
 
-  test("spans alone make a report, are repeated if it was lost, and are forgotten with their topology") {
+  test("new spans alone cause a report, are repeated if it was lost, and are forgotten with their topology") {
     val ledger = new Ledger
     def slots(report: ExecutorReport) = report.spans("t").slots.map(_.span.name)
     ledger.span("t", "task", "a", 1, failed = false)
@@ -126,7 +127,7 @@ class SpansSuite extends AnyFunSuite {
     assert(ledger.report().isEmpty)
   }
 
-  test("dropped spans are counted, also if the book is full and reports are repeated") {
+  test("dropped spans are counted, even if the book is full and reports are repeated") {
     val random = new Random(3)
     (1 to 30).foreach { _ =>
       val book = new SpanBook(limit = 3)
@@ -135,11 +136,11 @@ class SpansSuite extends AnyFunSuite {
       (1 to count).foreach { sequence =>
         val (executor, log) = logs(random.nextInt(2))
         log.add("task", s"$sequence", sequence.toLong, random.nextInt(1000).toLong, failed = false)
-        val arrived = told(log, book, sequence.toLong, executor)
-        told(log, book, sequence.toLong, executor) // doubled
-        if (random.nextBoolean()) arrived()
+        val delivered = report(log, book, sequence.toLong, executor)
+        report(log, book, sequence.toLong, executor) // a repeated report
+        if (random.nextBoolean()) delivered()
       }
-      logs.foreach { case (executor, log) => told(log, book, 100, executor) }
+      logs.foreach { case (executor, log) => report(log, book, 100, executor) }
       assert(book.size + book.dropped == count && book.size <= 3)
       book.forget("1")
       assert(book.size + book.dropped == count)

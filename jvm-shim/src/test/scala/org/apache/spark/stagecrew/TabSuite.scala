@@ -15,24 +15,24 @@ class TabSuite extends AnyFunSuite {
 
   private val application = topology("application", DriverCrew.ApplicationKind)
 
-  private def overview(topologies: TopologyView*): Elem = page("", shown(topologies: _*))
+  private def overview(topologies: TopologyView*): Elem = page("", model(topologies: _*))
 
   private def of(view: TopologyView, parameters: (String, String)*): Elem =
-    page("topology", shown(application, view), ("id" -> Tab.key(view.id)) +: parameters: _*)
+    page("topology", model(application, view), ("id" -> Tab.key(view.id)) +: parameters: _*)
 
   private def row(page: Elem, table: String, header: String): String = {
     val headers = (page \\ "table").filter(_ \@ "id" == s"stagecrew-$table").flatMap(_ \\ "th").map(_.text.trim)
     rows(page, table).head(headers.indexOf(header))
   }
 
-  test("the application is listed first, then active topologies, then closed ones, the newest first") {
-    val shown = rows(overview(application, topology("a", state = "closed"), topology("b"), topology("c", state = "closed"),
+  test("the application is listed first, then active topologies, then closed ones, each newest first") {
+    val model = rows(overview(application, topology("a", state = "closed"), topology("b"), topology("c", state = "closed"),
       topology("d", state = "closing")), "topologies")
-    assert(shown.map(_(1)) == Seq("application", "d", "b", "c", "a"))
-    assert(shown.head(5) == "1.0 min" && shown.last(5) == "30 s")
+    assert(model.map(_(1)) == Seq("application", "d", "b", "c", "a"))
+    assert(model.head(5) == "1.0 min" && model.last(5) == "30 s")
   }
 
-  test("only without topologies a sentence says how to begin") {
+  test("a hint explains how to begin, only if there is no topology") {
     assert((overview(application) \\ "code").text.contains("topology("))
     assert((overview(application, topology("a")) \\ "code").isEmpty)
   }
@@ -44,12 +44,12 @@ class TabSuite extends AnyFunSuite {
     assert(rows(of(view), "listeners").map(_.take(5)) == Seq(Seq("pool", "worker", "1", "3", "2"), Seq("pool", "worker", "2", "3", "2")))
   }
 
-  test("an error is shortened to the line that says what happened") {
-    def shown(error: String, scope: String): String = rows(overview(topology("a", listeners = 1, error = error, scope = scope)), "listeners").head.last
-    assert(shown("", "worker") == "")
-    assert(shown("Traceback (most recent call last):\n  File \"x\", line 1, in f\nValueError: bad\n", "worker") == "ValueError: bad")
-    assert(shown("java.io.IOException: bad\n\tat x.Y", "jvm") == "java.io.IOException: bad")
-    assert(shown("x" * 500, "worker") == "x" * 119 + "\u2026")
+  test("an error is shortened to the line that describes it") {
+    def model(error: String, scope: String): String = rows(overview(topology("a", listeners = 1, error = error, scope = scope)), "listeners").head.last
+    assert(model("", "worker") == "")
+    assert(model("Traceback (most recent call last):\n  File \"x\", line 1, in f\nValueError: bad\n", "worker") == "ValueError: bad")
+    assert(model("java.io.IOException: bad\n\tat x.Y", "jvm") == "java.io.IOException: bad")
+    assert(model("x" * 500, "worker") == "x" * 119 + "\u2026")
   }
 
   test("a topology's page shows its coordinators: events each way, waits, progress, percentiles") {
@@ -68,22 +68,22 @@ class TabSuite extends AnyFunSuite {
     assert(!html.text.contains("could not be deleted"))
   }
 
-  test("a topology's page and its JSON say how many partitions could not be deleted, for each executor and together") {
+  test("a topology's page and its JSON count partitions that could not be deleted, per executor and in total") {
     val view = busy("a").copy(executors = busy("a").executors.map { case (id, counts) => id -> counts.copy(partitions = counts.partitions.copy(releaseFailures = id.toLong)) })
     assert(Seq("1", "2").map(id => rows(of(view), "executors").find(_.head == id).get(9)) == Seq("1", "2"))
     assert(of(view).text.contains("12 released (13.7 KiB), 3 could not be deleted"))
     assert(Json.tree(view).at("/executors/2/partitions/releaseFailures").asLong == 2)
   }
 
-  test("a topology's page links its parent and the topologies inside it") {
+  test("a topology's page links to its parent and to the topologies inside it") {
     val inner = topology("inner").copy(parent = Some("outer"))
     def links(of: String): Seq[String] =
-      (page("topology", shown(topology("outer"), inner), "id" -> of) \\ "a").map(_ \@ "href").filter(_.contains("?id="))
+      (page("topology", model(topology("outer"), inner), "id" -> of) \\ "a").map(_ \@ "href").filter(_.contains("?id="))
     assert(links("outer").contains("/ui/stagecrew/topology/?id=inner"))
     assert(links("inner").contains("/ui/stagecrew/topology/?id=outer"))
   }
 
-  test("processes are shown now and over time, and ended ones are marked") {
+  test("processes are shown with current and past values, and ended ones are marked") {
     val samples = Vector(Sample(1000, 100L << 20, 0, 3, 20), Sample(2000, 300L << 20, 1500, 4, 21))
     val views = Vector(ProcessView("1", "h", 77, "worker", 1000, 5000, samples), ProcessView("1", "h", 78, "agent", 1000, 0, samples))
     val html = page("processes", PageModel(Snapshot(Vector.empty, Totals(), views), 61000))
@@ -102,11 +102,11 @@ class TabSuite extends AnyFunSuite {
     assert(html.text.contains("Steps (2)") && !html.text.contains("Listed are"))
     val more = page("jobs", with_.copy(snapshot = with_.snapshot.copy(recovery = Some(recovery.copy(forgottenSteps = 300)))))
     assert(more.text.contains("Steps (302)") && more.text.contains("The table lists running steps and the last ended steps (2)."))
-    def linked(shown: PageModel): Boolean = (page("", shown) \\ "a").exists(_ \@ "href" == "/ui/stagecrew/jobs/")
-    assert(linked(with_) && !linked(shown(application)) && page("jobs", shown(application)).text.contains("no stored job"))
+    def linked(model: PageModel): Boolean = (page("", model) \\ "a").exists(_ \@ "href" == "/ui/stagecrew/jobs/")
+    assert(linked(with_) && !linked(model(application)) && page("jobs", model(application)).text.contains("no stored job"))
   }
 
-  test("each page is JSON too, with its version") {
+  test("each page is also available as JSON, with its version") {
     val full = Snapshot(Vector(busy("a"), topology("b")), Totals(), Vector(ProcessView("1", "h", 77, "worker", 1, 0, Vector.empty)),
       Some(RecoveryView(VectorMap("job" -> "j"), Vector.empty)))
     val pages = Tab.pages(() => PageModel(full, 61000)).map(page => page.path -> Json.parse(page.json(PageRequest("", Map("id" -> "a"))))).toMap
@@ -117,28 +117,28 @@ class TabSuite extends AnyFunSuite {
 
   test("a missing or unknown id is refused, and not echoed") {
     Seq(Nil, Seq("id" -> "echo-me")).foreach { parameters =>
-      val refused = intercept[IllegalArgumentException](page("topology", shown(application), parameters: _*))
+      val refused = intercept[IllegalArgumentException](page("topology", model(application), parameters: _*))
       assert(refused.getMessage.contains("id") && !refused.getMessage.contains("echo-me"))
     }
   }
 
-  test("in an event log, the duration of a topology without an end reaches to its last event") {
+  test("in an event log, the duration of a topology without an end is measured up to its last event") {
     val view = topology("a")
     val html = page("topology", PageModel(snapshot(view), 90000, history = true, Map("a" -> 11000L), Map("a" -> Seq("a note"))), "id" -> "a")
     assert(html.text.contains("Duration so far: 10 s") && (html \\ "p").exists(p => p.text == "a note" && (p \@ "class").contains("alert")))
   }
 
-  test("the notes of a page from an event log are in its JSON; a live page has none") {
-    def notes(shown: PageModel): Map[String, Seq[String]] =
-      Tab.pages(() => shown).map(page => page.path -> Json.read[PageHead](page.json(PageRequest("", Map("id" -> "a")))).notes).toMap
+  test("the notes of a page from an event log are in its JSON, and a live page has none") {
+    def notes(model: PageModel): Map[String, Seq[String]] =
+      Tab.pages(() => model).map(page => page.path -> Json.read[PageHead](page.json(PageRequest("", Map("id" -> "a")))).notes).toMap
     val old = Map("" -> Seq("as of yesterday"), "a" -> Seq("a note"))
     val seen = notes(PageModel(snapshot(topology("a")), 61000, history = true, notes = old))
     assert(seen == Map("" -> old(""), "processes" -> old(""), "jobs" -> old(""), "topology" -> old("a")))
     assert(Seq("", "processes").forall(path => page(path, PageModel(snapshot(topology("a")), 61000, history = true, notes = old)).text.contains(old("").head)))
-    assert(notes(shown(topology("a"))).values.forall(_.isEmpty) && notes(shown(topology("a"))).size == 4)
+    assert(notes(model(topology("a"))).values.forall(_.isEmpty) && notes(model(topology("a"))).size == 4)
   }
 
-  test("the title of a long Python error has its end, that of a JVM error its beginning") {
+  test("the title of a long Python error contains its end, and that of a JVM error its beginning") {
     def title(scope: String): String = {
       val html = of(topology("a", listeners = 1, error = s"first\n${"x\n" * 4000}last", scope = scope))
       (html \\ "@title").map(_.text).find(_.contains("x\nx")).get

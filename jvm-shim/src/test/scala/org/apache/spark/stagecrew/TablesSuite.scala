@@ -7,7 +7,7 @@ import org.apache.spark.stagecrew.ui.{Show, Tab}
 class TablesSuite extends AnyFunSuite {
   import Views._
 
-  private val many = shown((1 to 250).map(i => topology(f"t$i%03d", listeners = 1)): _*)
+  private val many = model((1 to 250).map(i => topology(f"t$i%03d", listeners = 1)): _*)
 
   private def ids(parameters: (String, String)*): Seq[String] = rows(page("", many, parameters: _*), "topologies").map(_(1))
 
@@ -23,11 +23,11 @@ class TablesSuite extends AnyFunSuite {
   test("a table sorts all of its rows, both ways, by value") {
     assert(ids("topologies.sort" -> "Id").take(2) == Seq("t001", "t002"))
     assert(ids("topologies.sort" -> "Id", "topologies.desc" -> "true").take(2) == Seq("t250", "t249"))
-    val times = shown(topology("a").copy(jobs = 9), topology("b").copy(jobs = 10))
+    val times = model(topology("a").copy(jobs = 9), topology("b").copy(jobs = 10))
     assert(rows(page("", times, "topologies.sort" -> "Jobs"), "topologies").map(_(1)) == Seq("a", "b"))
   }
 
-  test("each table keeps its page while another is turned") {
+  test("each table keeps its page while the user turns the page of another") {
     val html = page("", many, "topologies.page" -> "2", "topologies.sort" -> "Id", "listeners.sort" -> "Scope")
     val next = links(html).find(link => link.contains("topologies.page=3")).get
     assert(next == "/ui/stagecrew/?&listeners.sort=Scope&topologies.sort=Id&topologies.desc=false&topologies.page=3&topologies.pageSize=100#stagecrew-topologies"
@@ -35,18 +35,18 @@ class TablesSuite extends AnyFunSuite {
     assert(links(html).exists(link => link.contains("listeners.page=2") && link.contains("topologies.page=2") && link.contains("topologies.sort=Id")))
   }
 
-  test("a table that fits one page has no page controls, unless a size was given") {
-    def forms(parameters: (String, String)*): Int = (page("", shown(topology("a")), parameters: _*) \\ "form").size
+  test("a table that fits on one page has no page controls, unless the page size was given") {
+    def forms(parameters: (String, String)*): Int = (page("", model(topology("a")), parameters: _*) \\ "form").size
     assert(forms() == 0 && forms("topologies.pageSize" -> "5") > 0)
   }
 
   test("a topology's page keeps its id while its tables sort") {
-    val html = page("topology", shown(busy("a b")), "id" -> Tab.key("a b"))
+    val html = page("topology", model(busy("a b")), "id" -> Tab.key("a b"))
     val sorts = links(html).filter(_.contains(".sort="))
     assert(sorts.nonEmpty && sorts.forall(_.startsWith(s"/ui/stagecrew/topology/?id=${Tab.key("a b")}&")))
   }
 
-  test("invalid parameters of a table are refused without an echo, and others are dropped") {
+  test("invalid parameters of a table are refused and not echoed, and unknown ones are dropped") {
     Seq("topologies.page" -> "echo", "topologies.pageSize" -> "9999999999", "topologies.sort" -> "echo", "topologies.desc" -> "echo").foreach { one =>
       val refused = intercept[IllegalArgumentException](page("", many, one))
       assert(refused.getMessage.contains(one._1) && !refused.getMessage.contains(one._2))
@@ -54,7 +54,7 @@ class TablesSuite extends AnyFunSuite {
     assert(!page("", many, "name" -> "echo", "other.sort" -> "echo").toString.contains("echo"))
   }
 
-  test("an error is shown by the line that Python found, with the end of its text in the title") {
+  test("an error is shown as the line that Python chose, with the end of its text in the title") {
     val text = "Traceback (most recent call last):\n  File \"a.py\", line 1, in f\n    no()\nValueError: no\nmore\n"
     assert(Show.error(text, "ValueError: no").text == "ValueError: no")
     assert(Show.error(text, "x" * 1000).text == Show.cut("x" * 1000, Show.Length))
@@ -63,7 +63,7 @@ class TablesSuite extends AnyFunSuite {
     assert((Show.error("x" * 10000 + "end", jvm = true) \@ "title").startsWith("xxx"))
   }
 
-  test("an error without that line, of an earlier version or of the JVM, is shown by a line of its text") {
+  test("an error without that line, from an earlier version or the JVM, is shown as a line of its text") {
     val text = "Traceback (most recent call last):\n  File \"a.py\", line 1, in f\n    no()\nValueError: no\n"
     assert(Show.error(text).text == "ValueError: no")
     assert(Show.error("\n java.io.IOException: no\n\tat x.Y\n", jvm = true).text == "java.io.IOException: no")
@@ -72,6 +72,6 @@ class TablesSuite extends AnyFunSuite {
 
   test("page sizes are limited, and an empty table has no pages") {
     assert(ids("topologies.pageSize" -> "2147483647").size == 250 && ids("topologies.pageSize" -> "0").size == 1)
-    assert(page("", shown(), "topologies.pageSize" -> "0", "listeners.pageSize" -> "-1").text.contains("Topologies (0)"))
+    assert(page("", model(), "topologies.pageSize" -> "0", "listeners.pageSize" -> "-1").text.contains("Topologies (0)"))
   }
 }

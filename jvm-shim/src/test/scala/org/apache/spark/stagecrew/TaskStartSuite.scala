@@ -8,7 +8,7 @@ import stagecrew.{TopologyContext, TopologyListener}
 object TaskStartSuite {
   val bodies = new AtomicInteger
 
-  /** An exception that cannot even be printed. */
+  /** An exception whose methods throw, so it cannot be printed. */
   final class Unspeakable extends RuntimeException {
     override def getMessage: String = throw new IllegalStateException("no message")
   }
@@ -23,7 +23,7 @@ object TaskStartSuite {
   }
 }
 
-/** Whatever fails before the body of a task fails the attempt: Spark swallows what leaves `onTaskStart`, and runs the body. */
+/** Every failure before the body of a task fails the attempt, because Spark only logs exceptions of `onTaskStart`. */
 class TaskStartSuite extends AnyFunSuite {
   import TaskStartSuite._
 

@@ -26,7 +26,7 @@ class TimelineSuite extends AnyFunSuite {
     assert(Timeline.pack((0 until 50).map(_ => span("1", 0, 10)))._2 == Timeline.MaxRows)
   }
 
-  test("failed spans are marked by more than a colour, and counted in words") {
+  test("failed spans are marked by more than a colour, and the summary counts them") {
     val html = drawn(100, span("1", 0, 50, failed = true), span("1", 50, 60, "close"))
     assert(bars(html).map(_ \@ "class") == Seq("stagecrew-failed", "stagecrew-close"))
     assert(bars(html).head \@ "stroke" == "currentColor" && (bars(html).head \ "title").text.endsWith("failed"))
@@ -38,7 +38,7 @@ class TimelineSuite extends AnyFunSuite {
     assert(bars(html).map(_ \@ "width") == Seq("1070.0", "2.0") && (bars(html).head \ "title").text.endsWith("runs"))
   }
 
-  test("a picture is limited, and counts the spans that it leaves out") {
+  test("the number of spans in the image is limited, and the summary counts those that are left out") {
     val many = (0 until Timeline.MaxSpans + 5).map(i => span(s"${i % 100}", i, i + 1))
     val html = Timeline.of(Views.topology("t").copy(started = 0, spans = many.toVector, spansDropped = 7), 10000)
     assert(bars(html).size <= Timeline.MaxSpans && (html \\ "text").size == Timeline.MaxLanes + 6)
@@ -46,12 +46,12 @@ class TimelineSuite extends AnyFunSuite {
     assert(drawn(10).text.contains("No open, close or task"))
   }
 
-  test("times out of order, from hosts with different clocks, are drawn inside the picture") {
+  test("times out of order, from hosts with different clocks, are drawn inside the image") {
     val html = drawn(100, span("1", -50, 20), span("2", 90, 40), span("3", 500, 600))
     assert(bars(html).forall(bar => (bar \@ "x").toDouble >= 120 && (bar \@ "x").toDouble + (bar \@ "width").toDouble <= 1192.1))
   }
 
-  test("without kept spans the number of recorded ones is shown") {
+  test("if no span is kept, the number of recorded spans is shown") {
     val html = Timeline.of(Views.topology("t").copy(started = 0, spansDropped = 12), 10000)
     assert(html.text.contains("12") && !html.text.contains("No open, close or task") && (html \\ "svg").isEmpty)
   }

@@ -3,7 +3,7 @@ package org.apache.spark.stagecrew
 import org.scalatest.funsuite.AnyFunSuite
 import org.apache.spark.stagecrew.executor.TopologyTable
 
-/** The table against a model of it, over every order of what can happen to two topologies and two attempts. */
+/** Compares the table with a model, for every order of the events of two topologies and two attempts. */
 class TopologyTableSuite extends AnyFunSuite {
   private sealed trait Event
   private case class Begin(attempt: Long) extends Event
@@ -16,7 +16,7 @@ class TopologyTableSuite extends AnyFunSuite {
   private val events: Vector[Event] = Vector(Begin(1), Begin(2), Finish(1), Finish(2)) ++
     topologies.map(End) ++ topologies.map(Forget)
 
-  /** What must hold, said without the table's own bookkeeping. */
+  /** The expected state, computed without the table. */
   private final class Model {
     val table = new TopologyTable
     private var booked = Map.empty[Long, Seq[String]]
@@ -74,13 +74,13 @@ class TopologyTableSuite extends AnyFunSuite {
     events.permutations.foreach(order => run(order.flatMap(event => Seq(event, event))))
   }
 
-  test("every sequence of five events, repeated ones too") {
+  test("every sequence of five events, including repeated events") {
     def sequences(length: Int): Iterator[List[Event]] =
       if (length == 0) Iterator(Nil) else sequences(length - 1).flatMap(rest => events.iterator.map(_ :: rest))
     (1 to 5).foreach(length => sequences(length).foreach(run))
   }
 
-  test("live returns topologies with attempts, and closing ones") {
+  test("`live` returns topologies with attempts, and closing ones") {
     val table = new TopologyTable
     table.begin(1, Seq("a", "b"))
     table.end("c")
@@ -96,7 +96,7 @@ class TopologyTableSuite extends AnyFunSuite {
       table.end(i.toString)
       table.forget(i.toString)
     }
-    assert(table.active("0")) // the driver is asked for it, and says that it has ended
+    assert(table.active("0")) // forgotten, so the executor asks the driver, which replies that it has ended
     assert(!table.active("1"))
     assert(!table.active(TopologyTable.RememberedClosed.toString))
   }

@@ -8,7 +8,7 @@ import org.apache.spark.stagecrew.spark.PageRequest
 import org.apache.spark.stagecrew.ui.{OperatorView, PageModel, Snapshot, Span, Tab, TopologyView}
 import org.apache.spark.stagecrew.wire.Json
 
-/** Hand-made views for the suites of pages. */
+/** Views of topologies for the suites that test pages. */
 object Views {
   val Hostile = "<script>alert(1)</script>\"'&"
 
@@ -28,7 +28,7 @@ object Views {
     Json.as[OperatorView](node)
   }
 
-  /** As a topology that ran for a while: listeners, spans and coordinators on two executors. */
+  /** A topology with listeners, spans and coordinators on two executors. */
   def busy(id: String, spans: Int = 200): TopologyView = {
     val listeners = (0 until 3).map(i => ListenerCounts(i, s"listener $i", "worker", 4, 4, 0, 0, 7000, 8000)).toVector
     topology(id, state = "closed").copy(
@@ -40,14 +40,14 @@ object Views {
 
   def snapshot(topologies: TopologyView*): Snapshot = Snapshot(topologies.toVector, Totals(1, 2, 3, 4))
 
-  def shown(topologies: TopologyView*): PageModel = PageModel(snapshot(topologies: _*), 61000)
+  def model(topologies: TopologyView*): PageModel = PageModel(snapshot(topologies: _*), 61000)
 
-  def page(path: String, shown: PageModel, parameters: (String, String)*): Elem = {
-    val page = Tab.pages(() => shown).find(_.path == path).get
+  def page(path: String, model: PageModel, parameters: (String, String)*): Elem = {
+    val page = Tab.pages(() => model).find(_.path == path).get
     plain(<div>{page.html(PageRequest("/ui/stagecrew", parameters.toMap))}</div>).asInstanceOf[Elem]
   }
 
-  // Spark's own tables have groups in them, which cannot be searched.
+  // Expands the groups in Spark's own tables, because `\\` does not search in them.
   private def plain(node: Node): Node = node match {
     case elem: Elem => elem.copy(child = elem.child.flatMap { case Group(nodes) => nodes; case other => Seq(other) }.map(plain))
     case other => other

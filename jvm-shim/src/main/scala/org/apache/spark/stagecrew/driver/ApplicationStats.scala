@@ -5,32 +5,32 @@ import scala.collection.immutable.VectorMap
 import scala.collection.mutable
 import executor._, ui._
 
-/** A report of the driver's Python about coordinators: the new state of uses of operators by topology, and the sum of
-  * all. */
+/** A report from the driver's Python about coordinators: the changed views by topology and operator use, and the sum
+  * over all coordinators. */
 final case class Statistics(
   topologies: VectorMap[String, VectorMap[String, OperatorView]], totals: Option[OperatorView])
 
 /**
- * The coordinators of one topology. At most `limit` are listed; those without live evaluations leave the list first.
- * All others are in a sum, which stays exact while at most `remembered` of them can still report. Used by the driver's
+ * The coordinators of one topology. At most `limit` are listed: those without live evaluations are removed first. The
+ * others are only in a sum, which is exact as long as at most `remembered` of them still report. Used by the driver's
  * loop only.
  */
 private[stagecrew] final class OperatorBook(
   limit: Int = OperatorBook.Limit, remembered: Int = OperatorBook.Remembered) {
-  private var folded = Option.empty[OperatorView]
+  private var evictedSum = Option.empty[OperatorView]
   private val unlisted = new Bounded[String, (Long, OperatorView)](remembered)((_, old) =>
-    folded = Some(OperatorView.sum(folded.toSeq :+ old._2)))
+    evictedSum = Some(OperatorView.sum(evictedSum.toSeq :+ old._2)))
   private val listed = new Bounded[String, (Long, OperatorView)](Int.MaxValue)((key, old) =>
     unlisted(key) = old._1 -> OperatorView.sum(Seq(old._2)))
 
-  /** Takes over a frame with this sequence number. An older frame changes nothing. */
-  def record(sequence: Long, news: Iterable[(String, OperatorView)]): Unit = news.foreach { case (key, view) =>
+  /** Records the views of a frame with this sequence number. An older frame changes nothing. */
+  def record(sequence: Long, updates: Iterable[(String, OperatorView)]): Unit = updates.foreach { case (key, view) =>
     if (unlisted.get(key).exists(_._1 < sequence)) unlisted(key) = sequence -> OperatorView.sum(Seq(view))
     else if (!unlisted.contains(key) && listed.get(key).forall(_._1 < sequence)) listed(key) = sequence -> view
-    while (listed.size > limit) listed.evict(leaver)
+    while (listed.size > limit) listed.evict(nextToEvict)
   }
 
-  private def leaver: String = {
+  private def nextToEvict: String = {
     val idle = listed.keys.filter(key => listed.get(key).exists(_._2.live == 0))
     idle.find(key => listed.get(key).exists(_._2.state != "active")).orElse(idle.headOption).getOrElse(listed.keys.head)
   }
@@ -40,45 +40,45 @@ private[stagecrew] final class OperatorBook(
 
   /** The listed coordinators, and the sum of the others. */
   def views: Vector[OperatorView] = listed.values.map(_._2).toVector ++
-    Option.when(forgotten > 0)(OperatorView.sum(folded ++ unlisted.values.map(_._2)))
+    Option.when(forgotten > 0)(OperatorView.sum(evictedSum ++ unlisted.values.map(_._2)))
 }
 
 private[stagecrew] object OperatorBook {
-  /** How many uses of operators a topology lists, and how many more can still report. */
+  /** How many operator uses a topology lists, and how many more can still report. */
   val Limit = 500
   val Remembered = 10000
 }
 
-/** The last totals of each executor. Lost executors beyond `retainedLost` are in a sum, and late reports of these
-  * change nothing. Used by the driver's loop only. */
+/** The last totals of each executor. At most `retainedLost` lost executors are kept. Older ones are only in a sum, and
+  * their late reports are ignored. Used by the driver's loop only. */
 private[stagecrew] final class TotalsBook(retainedLost: Int) {
   private val book = mutable.LinkedHashMap.empty[String, (Long, Totals)]
-  private var folded = Totals()
+  private var evictedSum = Totals()
   private val forgotten = new Bounded[String, Unit](TotalsBook.RememberedForgotten)()
   private val lost = new Bounded[String, Unit](retainedLost)((executor, _) => {
     forgotten(executor) = ()
-    book.remove(executor).foreach { case (_, totals) => folded += totals }
+    book.remove(executor).foreach { case (_, totals) => evictedSum += totals }
   })
 
-  /** Takes over a report with this sequence number, unless a newer one has. Returns whether the executor is still
-    * known. */
+  /** Records the totals of a report with this sequence number, unless a newer one was recorded. Returns whether the
+    * executor is still known. */
   def record(executor: String, sequence: Long, totals: Totals): Boolean = !forgotten.contains(executor) && {
     if (book.get(executor).forall(_._1 < sequence)) book(executor) = sequence -> totals
     true
   }
 
-  def lose(executor: String): Unit = lost(executor) = ()
+  def executorLost(executor: String): Unit = lost(executor) = ()
 
-  def sum: Totals = book.valuesIterator.map(_._2).foldLeft(folded)(_ + _)
+  def sum: Totals = book.valuesIterator.map(_._2).foldLeft(evictedSum)(_ + _)
   private[stagecrew] def size: Int = book.size
 }
 
 private[stagecrew] object TotalsBook {
-  /** How many forgotten executors are known by name, so that their late reports are ignored. */
+  /** How many forgotten executors are remembered by id, so that their late reports are ignored. */
   val RememberedForgotten = 10000
 }
 
-/** The statistics of the whole application, which the pages show. Used by the driver's loop only. */
+/** The statistics of the whole application, for the pages of the UI. Used by the driver's loop only. */
 private[stagecrew] final class ApplicationStats {
   val processes = new ProcessBook
   var recovery = Option.empty[RecoveryView]
@@ -87,16 +87,16 @@ private[stagecrew] final class ApplicationStats {
   /** Sums over all coordinators that ever existed. */
   def sums: Option[OperatorView] = coordinators._2
 
-  /** Takes over statistics of coordinators. Returns the topologies that they belong to. */
-  def statistics(sequence: Long, news: Statistics, topologies: String => Option[Topology]): Seq[Topology] = {
-    if (sequence > coordinators._1) coordinators = sequence -> news.totals
-    news.topologies.toSeq.flatMap { case (id, operators) =>
+  /** Records statistics of coordinators. Returns the topologies that they belong to. */
+  def recordStatistics(sequence: Long, updates: Statistics, topologies: String => Option[Topology]): Seq[Topology] = {
+    if (sequence > coordinators._1) coordinators = sequence -> updates.totals
+    updates.topologies.toSeq.flatMap { case (id, operators) =>
       topologies(id).map { topology => topology.operators.record(sequence, operators); topology }
     }
   }
 
-  /** Takes over the spans and processes of an executor's report. Returns the topologies of the spans. */
-  def reported(
+  /** Records the spans and processes of an executor's report. Returns the topologies of the spans. */
+  def recordReport(
     executor: String, sequence: Long, report: ExecutorReport, topologies: String => Option[Topology]): Seq[Topology] = {
     processes.record(report.processes)
     report.spans.toSeq.flatMap { case (id, spans) =>

@@ -8,38 +8,39 @@ import org.apache.spark.sql.execution.ui.{SparkListenerSQLExecutionEnd, SparkLis
 import org.apache.spark.sql.streaming.StreamingQueryListener.{QueryStartedEvent, QueryTerminatedEvent}
 import executor._, spark._, wire._
 
-/** An event of the plugin that is not written into event logs. */
+/** An event of the plugin that is not written to event logs. */
 private[stagecrew] trait NotLogged extends SparkListenerEvent {
   override protected[spark] def logEvent: Boolean = false
 }
 
-/** Marker event: the driver has handled every event that was posted earlier when this one arrives. */
-private[stagecrew] final case class Heard(latch: CountDownLatch) extends NotLogged
+/** When the driver handles this event, it has handled all events that were posted before it. */
+private[stagecrew] final case class FlushMarker(latch: CountDownLatch) extends NotLogged
 
-/** Topologies close on other executors than before: see `ExecutorPinning`. */
-private[stagecrew] final case class BusyChanged() extends NotLogged
+/** The set of executors on which topologies close has changed: see `ExecutorPinning`. */
+private[stagecrew] final case class PinningChanged() extends NotLogged
 
-/** Passes Spark's events to the driver's loop. The bus may drop events: they make the driver quick, but it does not
-  * rely on them. */
+/** Passes Spark's events to the driver's loop. Spark may drop events, so the driver uses them only to react quickly,
+  * and does not rely on them. */
 private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListener {
   import crew.{executions, inLoop, topologies}
 
-  /** Failed opens by stage and partition: Spark does not count these attempts, and retries them without end. */
+  /** Attempts with failed opens, by stage and partition. Spark does not count these attempts, and retries
+    * them forever. */
   private val openFailures = mutable.LinkedHashMap.empty[(Int, Int), mutable.HashSet[Long]]
 
   override def onJobStart(event: SparkListenerJobStart): Unit = {
-    val mark = Option(event.properties).flatMap(p => Option(p.getProperty(TaskAttempts.TopologyProperty)))
+    val topologyId = Option(event.properties).flatMap(p => Option(p.getProperty(TaskAttempts.TopologyProperty)))
     val shuffles = event.stageInfos.flatMap(SparkInternals.shuffleOf)
     val caches = event.stageInfos.flatMap(SparkInternals.cachesOf)
     inLoop {
       executions.jobStarted(event.jobId, event.stageIds)
-      crew.user(mark).foreach(crew.partitions.used(_, shuffles, caches))
-      // The thread may carry a topology that another thread has closed: then its jobs belong to the application.
-      val covering = mark.flatMap(topologies.get).toSeq.flatMap(crew.chainOf).filter(_.state != "closed")
-      val counted = (covering ++ topologies.get(Description.Application)).distinct
+      crew.userOf(topologyId).foreach(crew.partitions.used(_, shuffles, caches))
+      // If another thread has closed the topology of this thread, the job belongs to the application.
+      val chain = topologyId.flatMap(topologies.get).toSeq.flatMap(crew.chainOf).filter(_.state != "closed")
+      val counted = (chain ++ topologies.get(Description.Application)).distinct
       counted.foreach(_.jobs += 1)
-      // An AQE query that is cancelled between two of its jobs continues with the next one.
-      covering.flatMap(_.cancelled).headOption.foreach(reason => crew.sc.cancelJob(event.jobId, reason))
+      // If a query with AQE is cancelled between two of its jobs, it starts the next job.
+      chain.flatMap(_.cancelled).headOption.foreach(reason => crew.sc.cancelJob(event.jobId, reason))
       crew.publish(counted: _*)
     }
   }
@@ -68,13 +69,13 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
       executions.queryEnded(ended.id.toString, ended.runId.toString)
       crew.endExecution(Executions.ofQuery(ended.runId.toString))
     }
-    case Heard(latch) => inLoop(latch.countDown())
-    case BusyChanged() => crew.pinning.tell() // on the bus's own thread
+    case FlushMarker(latch) => inLoop(latch.countDown())
+    case PinningChanged() => crew.pinning.notifySpark() // on the bus's own thread
     case _ => ()
   }
 
   /** An attempt could not open its listeners. At the limit of retries the driver cancels the stage with the cause.
-    * In the loop. */
+    * Called in the loop. */
   def openFailed(frame: Frame): Unit = {
     val key = (frame.long("stage").toInt, frame.long("partition").toInt)
     val attempts = openFailures.getOrElseUpdate(key, mutable.HashSet.empty)

@@ -6,24 +6,24 @@ import java.util.concurrent.ConcurrentHashMap
 import spark._, wire._
 
 /**
- * The driver's side of coordination: frames of evaluations go from executors to the driver's Python and back. It knows
- * which executor is where, and nothing else: what an evaluation is, and whether it lives, Python knows.
+ * The driver's side of coordination: forwards the frames of evaluations from executors to the driver's Python, and
+ * back. It only knows the RPC endpoint of each executor. Python alone knows the evaluations and their states.
  *
  * RPC threads never wait for Python (see `NonBlockingWriter`).
  */
 final class Coordination(settings: Settings, folder: () => java.io.File) extends LinkHandler {
   private val peers = new ConcurrentHashMap[String, Peer]()
   @volatile private var channels: Channels = _
-  /** By connection of Python. There is one, except while Python reconnects; the last one is written to. */
-  private val outlets = new ConcurrentHashMap[Link, NonBlockingWriter]()
-  @volatile private var python: NonBlockingWriter = _
-  private var made: java.io.File = _
+  /** One writer for each connection of Python. There is only one, except while Python reconnects. */
+  private val writers = new ConcurrentHashMap[Link, NonBlockingWriter]()
+  @volatile private var pythonWriter: NonBlockingWriter = _ // of the last connection
+  private var createdFolder: java.io.File = _
 
-  /** The place file of the channel to the driver's Python, which is made at the first call. */
+  /** The place file of the channel to the driver's Python. The first call creates the channel. */
   def place: Path = synchronized {
     if (channels == null) {
-      made = folder()
-      channels = new Channels(made.toPath, settings, Shim.version, () => "{}", this)
+      createdFolder = folder()
+      channels = new Channels(createdFolder.toPath, settings, Shim.version, "the driver", () => "{}", this)
     }
     channels.place
   }
@@ -32,44 +32,44 @@ final class Coordination(settings: Settings, folder: () => java.io.File) extends
 
   private val endpoint = Rpc.endpoint(Coordination.EndpointName, new Handler {
     override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = {
-      // Only the executor's name is read.
+      // Only the executor's id is read.
       from.foreach(peers.put(Frames.decodeMessage(message).text("executor"), _))
-      if (python != null) python.put(message)
+      if (pythonWriter != null) pythonWriter.put(message)
     }
   })
 
   def lost(executor: String, reason: String): Unit = {
     peers.remove(executor)
-    if (python != null) python.put(Frames.encode("LOST", executor, reason))
+    if (pythonWriter != null) pythonWriter.put(Frames.encode("LOST", executor, reason))
   }
 
   // -- From Python (its link's thread)
 
   override def connected(link: Link): Unit = {
-    outlets.keySet.forEach(disconnected(_))
-    val outlet = new NonBlockingWriter(link.write)
-    outlets.put(link, outlet)
-    python = outlet
+    writers.keySet.forEach(disconnected(_))
+    val writer = new NonBlockingWriter(link.write)
+    writers.put(link, writer)
+    pythonWriter = writer
   }
 
   override def received(link: Link, frame: Frame): Unit = frame.kind match {
-    case "READ" => Option(outlets.get(link)).foreach(_.wasRead(frame.long("messages")))
-    case "TO" => Option(peers.get(frame.text("executor"))).foreach(_.send(frame.bytes("frames"))) // others are lost
+    case "READ" => Option(writers.get(link)).foreach(_.wasRead(frame.long("messages")))
+    case "TO" => Option(peers.get(frame.text("executor"))).foreach(_.send(frame.bytes("frames"))) // else it is lost
     case other => throw new FrameException(s"the driver's Python does not send $other")
   }
 
-  /** Tells executors, so that their tasks do not wait for coordinators. A second call does nothing. */
-  override def disconnected(link: Link): Unit = Option(outlets.remove(link)).foreach { outlet =>
-    outlet.close()
-    peers.values.forEach(_.send(Frames.encode("LOST", "driver", "the way from coordinators to executors broke")))
+  /** Notifies the executors, so that their tasks do not wait for coordinators. A second call does nothing. */
+  override def disconnected(link: Link): Unit = Option(writers.remove(link)).foreach { writer =>
+    writer.close()
+    peers.values.forEach(_.send(Frames.encode("LOST", "driver", "the driver lost its connection to the coordinators")))
   }
 
   def close(): Unit = synchronized {
-    Log.contained("stopping the coordination's endpoint")(Rpc.stopEndpoint(endpoint))
-    outlets.values.forEach(_.close())
+    Log.contained("stopping the endpoint of the coordination")(Rpc.stopEndpoint(endpoint))
+    writers.values.forEach(_.close())
     if (channels != null) {
       channels.close()
-      SparkInternals.delete(made)
+      SparkInternals.delete(createdFolder)
     }
   }
 }

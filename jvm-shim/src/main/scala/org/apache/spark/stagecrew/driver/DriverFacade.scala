@@ -6,7 +6,7 @@ import java.util.concurrent.{ConcurrentHashMap, TimeUnit, TimeoutException}
 import org.apache.spark.sql.StagecrewSql
 import ui._, wire._
 
-/** The calls of driver Python over py4j: simple types only, and each call is short. */
+/** Python on the driver calls these methods over py4j. They use simple types only, and return quickly. */
 final class DriverFacade(crew: DriverCrew) {
   def version(): String = Shim.version
   def settings(): JMap[String, String] = Settings.known
@@ -17,13 +17,13 @@ final class DriverFacade(crew: DriverCrew) {
 
   private def described(frame: Array[Byte]): Description = {
     if (frame.length > crew.settings.maxFrame) throw new IllegalArgumentException(
-      s"the listeners take ${frame.length} bytes, more than ${Settings.MaxFrame} allows")
+      s"the pickled listeners have ${frame.length} bytes, more than ${Settings.MaxFrame} allows")
     Description.decode(Frames.decodeMessage(frame))
   }
 
   private val ends = new ConcurrentHashMap[String, java.util.concurrent.Future[Unit]]()
 
-  /** Begins to end a topology. `awaitEnd` returns whether it has ended. */
+  /** Starts to end a topology. `awaitEnd` waits for it, and returns whether it has ended. */
   def end(id: String, timeoutMs: Long): Unit = ends.computeIfAbsent(id, _ => crew.end(id, timeoutMs))
 
   def awaitEnd(id: String, ms: Long): Boolean = Option(ends.get(id)).forall { future =>
@@ -32,15 +32,15 @@ final class DriverFacade(crew: DriverCrew) {
 
   def cancel(id: String, reason: String): Unit = crew.cancel(id, reason)
 
-  /** The place file of the channel to the driver's coordinators. */
+  /** The path of the place file of the channel to the coordinators on the driver. */
   def coordinationPlace(): String = crew.coordination.place.toString
 
-  /** Keeps the stored partitions of a dataset (a Dataset or a JavaRDD) when the topology ends. */
+  /** Keeps the stored partitions of a dataset (a Dataset or a JavaRDD) at the end of the topology. */
   def keep(id: String, dataset: AnyRef): Unit = crew.partitions.keep(id, dataset)
 
   def stopQueries(id: String): Unit = crew.stopQueries(id)
 
-  /** How many tasks run at once on the current executors. */
+  /** How many tasks the current executors can run at the same time. */
   def slots(): Int = crew.slots
 
   def drain(timeoutMs: Long): Unit = crew.drain(timeoutMs)
@@ -50,13 +50,14 @@ final class DriverFacade(crew: DriverCrew) {
     Json.write(activity.copy(queries = activity.queries.map(run => StagecrewSql.queryName(run).getOrElse(run))))
   }
 
-  /** Takes a STATISTICS frame. What Python asks next is answered after it. */
+  /** Enqueues the content of a STATISTICS frame. The driver handles it before calls that Python makes later. */
   def statistics(frame: Array[Byte]): Unit = crew.statistics(Frames.decodeMessage(frame))
 
-  /** Takes the state of the stored job that Python runs: the JSON of a `RecoveryView`. */
+  /** Sets the state of the stored job that Python runs. `body` is the JSON of a `RecoveryView`. */
   def recovery(body: String): Unit = crew.recovery(Json.read[RecoveryView](body))
 
-  /** The JSON of one topology, or of all if `id` is empty, without timelines and processes, which can be long. */
+  /** The JSON of one topology, or of all if `id` is empty. Timelines and processes are left out, because they can be
+    * long. */
   def report(id: String): String = {
     val snapshot = crew.snapshot
     val chosen = snapshot.topologies.filter(t => id.isEmpty || t.id == id).map(_.copy(spans = Vector.empty))

@@ -8,7 +8,7 @@ import org.apache.spark.{SPARK_VERSION, SparkConf, SparkContext}
 import org.apache.spark.api.plugin.{DriverPlugin, PluginContext}
 import executor._, partitions._, spark._, ui._, wire._
 
-/** The driver side of the plugin. It refuses everything that cannot work, before executors exist. */
+/** The driver side of the plugin. It rejects configurations that cannot work before executors exist. */
 final class DriverShim extends DriverPlugin {
   private var crew: DriverCrew = _
   private var facade: DriverFacade = _
@@ -30,7 +30,7 @@ final class DriverShim extends DriverPlugin {
   override def registerMetrics(application: String, plugin: PluginContext): Unit = {
     Shim.running(application, facade)
     hook = SparkInternals.addShutdownHook(driver = true)(() => crew.drain(crew.settings.shutdownTimeoutMs))
-    // An application runs without the tab if it must.
+    // A failure here does not stop the application: it runs without the tab.
     Log.contained("attaching the tab to the Spark UI")(Tab.attach(sc, crew))
   }
 
@@ -49,10 +49,10 @@ object DriverShim {
   private val BlockStatusesKey = "spark.taskMetrics.trackUpdatedBlockStatuses"
   private val TrackedIO = TrackedShuffleDataIO.getClass.getName.stripSuffix("$")
 
-  /** Tells executors whether the UI or the event log shows timelines. */
+  /** The key that tells executors whether the UI or the event log shows timelines. */
   val Timelines = "timelines"
 
-  /** Sets the plugin's needs in Spark's configuration, and refuses settings that cannot work. */
+  /** Sets the Spark settings that the plugin needs, and rejects settings that cannot work. */
   def configure(conf: SparkConf): Unit = {
     conf.getOption(DaemonModuleKey).filter(_ != DaemonModule).foreach(module => throw new IllegalArgumentException(
       s"$DaemonModuleKey=$module: stagecrew must be Spark's Python daemon module; remove this setting, or the plugin"))
@@ -66,9 +66,9 @@ object DriverShim {
     trackPartitions(conf)
   }
 
-  /** Wraps the user's ShuffleDataIO, which books shuffle outputs, and has tasks report cached blocks. */
+  /** Wraps the configured ShuffleDataIO, to book shuffle outputs, and lets tasks report their cached blocks. */
   private def trackPartitions(conf: SparkConf): Unit = {
-    if (SparkInternals.oldFetch(conf)) Log.log.warn(
+    if (SparkInternals.usesOldFetch(conf)) Log.log.warn(
       "spark.shuffle.useOldFetchProtocol names outputs by partition, not by attempt: partitions are not tracked, " +
         "and not released when a topology ends")
     else if (!SparkInternals.sortsShuffles(conf)) Log.log.warn(
@@ -82,7 +82,7 @@ object DriverShim {
       s"$BlockStatusesKey=false: cached blocks are not tracked, and release='all' finds none; remove this setting")
   }
 
-  /** The application's topology as the configuration alone describes it. */
+  /** The application topology as described by the configuration. */
   def application(conf: SparkConf, settings: Settings): Description = {
     val jvm = settings.jvmListeners.map { name =>
       Entry(0, "jvm", name.substring(name.lastIndexOf('.') + 1), name,

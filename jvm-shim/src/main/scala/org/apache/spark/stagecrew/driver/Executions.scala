@@ -5,13 +5,13 @@ import scala.collection.mutable
 import wire._
 
 /**
- * Which execution (root SQL execution, RDD job or streaming query) a stage or a query belongs to, and whether it still
+ * Finds the execution (root SQL execution, RDD job or streaming query) of a stage or a query, and whether it still
  * runs.
  *
- * Spark's listener bus reports starts and ends late, or not at all if a queue is full: then Spark's own books are read.
- * Used by the driver's loop only; `later` runs something in it after a delay in milliseconds.
+ * Spark's listener bus reports starts and ends late, or not at all if its queue is full. Spark's own state is then read
+ * instead. Used by the driver's loop only. `schedule` runs a call in the loop after a delay in milliseconds.
  */
-private[stagecrew] final class Executions(books: Executions.Books, later: Long => (=> Unit) => Unit) {
+private[stagecrew] final class Executions(sparkState: Executions.SparkState, schedule: Long => (=> Unit) => Unit) {
   import Executions._
 
   private val queries = mutable.HashMap.empty[String, String] // query id -> run id
@@ -29,56 +29,57 @@ private[stagecrew] final class Executions(books: Executions.Books, later: Long =
   /** The execution of a stage. The tasks of a shared stage belong to the first running job
     * (core/scheduler/DAGScheduler.scala). */
   private def jobOf(stage: Int): Option[String] =
-    jobsOfStage.get(stage).flatMap(_.filter(books.jobRuns).minOption).map(ofJob)
+    jobsOfStage.get(stage).flatMap(_.filter(sparkState.jobRuns).minOption).map(ofJob)
 
-  /** Forgets jobs whose end the bus has dropped. */
-  def prune(): Unit = jobsOfStage.valuesIterator.flatten.toSet.filterNot(books.jobRuns).foreach(jobEnded)
+  /** Forgets ended jobs whose end events were dropped. */
+  def prune(): Unit = jobsOfStage.valuesIterator.flatten.toSet.filterNot(sparkState.jobRuns).foreach(jobEnded)
 
   /** Whether a running job has this stage. */
   def hasStage(stage: Int): Boolean = jobsOfStage.contains(stage)
 
   def queryStarted(id: String, run: String): Unit = queries(id) = run
 
-  /** A query that was started again meanwhile keeps its new run. */
+  /** If the query was started again in the meantime, its new run is kept. */
   def queryEnded(id: String, run: String): Unit = if (queries.get(id).contains(run)) queries -= id
 
-  /** Finds the execution of `stage:<number>` or `query:<id>`, now or later; None if it has none. */
-  def find(key: String)(answer: Option[String] => Unit): Unit = key.split(":", 2) match {
-    case Array("query", id) => answer(queries.get(id).orElse(books.queryRun(id)).map(ofQuery))
+  /** Finds the execution of `stage:<number>` or `query:<id>`, and passes it to `reply`, now or later. None if there is
+    * no execution. */
+  def find(key: String)(reply: Option[String] => Unit): Unit = key.split(":", 2) match {
+    case Array("query", id) => reply(queries.get(id).orElse(sparkState.queryRun(id)).map(ofQuery))
     case Array("stage", number) =>
       val stage = number.toInt
       jobOf(stage) match {
         case None =>
-          waitingForStage(stage) = answer :: waitingForStage.getOrElse(stage, Nil)
-          later(EventMs) {
+          waitingForStage(stage) = reply :: waitingForStage.getOrElse(stage, Nil)
+          schedule(EventMs) {
             waitingForStage.remove(stage).foreach { waiting =>
-              val found = books.jobOfStage(stage).map(ofJob)
+              val found = sparkState.jobOfStage(stage).map(ofJob)
               waiting.foreach(_.apply(found))
             }
           }
-        case known => answer(known)
+        case known => reply(known)
       }
-    case _ => answer(None)
+    case _ => reply(None)
   }
 
-  /** Whether an execution may begin: the bus or Spark's books know that it runs. */
+  /** Whether an execution may begin: it runs according to the listener bus or to Spark's own state. */
   def mayBegin(id: String): Boolean = runs(id) || (parts(id) match {
     case Array("query", run) => queries.values.exists(_ == run)
     case _ => false
   })
 
-  /** Whether an execution runs according to Spark's books. */
+  /** Whether an execution runs according to Spark's own state. */
   def runs(id: String): Boolean = parts(id) match {
-    case Array("sql", number) => books.sqlRuns(number.toLong)
-    case Array("query", run) => books.queryRuns(run)
-    case Array("job", number) => books.jobRuns(number.toInt)
+    case Array("sql", number) => sparkState.sqlRuns(number.toLong)
+    case Array("query", run) => sparkState.queryRuns(run)
+    case Array("job", number) => sparkState.jobRuns(number.toInt)
     case _ => false
   }
 }
 
 private[stagecrew] object Executions {
-  /** Spark's own books. */
-  trait Books {
+  /** Spark's own state of jobs, SQL executions and streaming queries. */
+  trait SparkState {
     def jobOfStage(stage: Int): Option[Int]
     def jobRuns(job: Int): Boolean
     def sqlRuns(execution: Long): Boolean
@@ -86,7 +87,7 @@ private[stagecrew] object Executions {
     def queryRun(id: String): Option[String]
   }
 
-  /** How long to wait for the event of a job's start. */
+  /** How long to wait for the start event of a job. */
   val EventMs = 500L
 
   def ofJob(job: Int): String = s"${Description.ExecutionPrefix}job-$job"

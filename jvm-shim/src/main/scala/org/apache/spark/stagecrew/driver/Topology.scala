@@ -7,8 +7,8 @@ import scala.collection.mutable
 import executor._, spark._, ui._, wire._
 
 /**
- * The driver's state of one topology. Used by its loop only; other threads read `view`. Of the lost executors the
- * last `retainedLost` are listed, and the others are in a sum.
+ * The state of one topology on the driver. Used by the driver's loop only; other threads use `view`. The last
+ * `retainedLost` lost executors are listed, and the older ones are only in a sum.
  */
 private[stagecrew] final class Topology(
     var description: Description, val kind: String, retainedLost: Int = Int.MaxValue) {
@@ -16,11 +16,12 @@ private[stagecrew] final class Topology(
   val started: Long = System.currentTimeMillis()
   var ended = 0L
   var cancelled = Option.empty[String] // the reason
-  /** The executors that asked for its description, that may store partitions of it without having asked, that have not
-    * closed it yet, and that had blocks of `caches`. */
+  /** The executors that requested its description (`executors`), that may store partitions of it without having
+    * requested it (`holders`), that have not closed it yet (`pending`), and that had blocks of
+    * `caches` (`cachedOn`). */
   val executors, holders, pending, cachedOn = mutable.LinkedHashSet.empty[String]
   val caches = mutable.LinkedHashSet.empty[Int] // cached datasets that the driver must unpersist
-  val left = mutable.ArrayBuffer.empty[SparkInternals.LeftBlocks] // files of lost executors, to be deleted
+  val leftBlocks = mutable.ArrayBuffer.empty[SparkInternals.LeftBlocks] // files of lost executors, to be deleted
   var releasing = false
   val unclosed = mutable.ArrayBuffer.empty[String]
   var waiters = List.empty[CompletableFuture[Unit]]
@@ -31,34 +32,34 @@ private[stagecrew] final class Topology(
   val executions = mutable.LinkedHashSet.empty[Long]
   val queries = mutable.LinkedHashSet.empty[String]
 
-  private var folded = ExecutorCounts()
+  private var forgottenCounts = ExecutorCounts()
   private val lostExecutors = new Bounded[String, Unit](retainedLost)((executor, _) => {
     Seq(executors, holders).foreach(_ -= executor)
     spans.forget(executor)
-    counts.remove(executor).foreach { case (_, of) =>
-      folded += of.copy(deferred = Set.empty, partitions = of.partitions.storing(PartitionCounts()))
+    counts.remove(executor).foreach { case (_, lost) =>
+      forgottenCounts += lost.copy(deferred = Set.empty, partitions = lost.partitions.storing(PartitionCounts()))
     }
   })
-  private var shown = Option.empty[TopologyView]
+  private var cachedView = Option.empty[TopologyView]
 
-  def changed(): Unit = shown = None
+  def changed(): Unit = cachedView = None
 
   def lost(executor: String): Unit = lostExecutors(executor) = ()
 
-  def view: TopologyView = shown.getOrElse {
+  def view: TopologyView = cachedView.getOrElse {
     val forgotten = lostExecutors.forgotten
-    val byExecutor = counts.iterator.map { case (executor, (_, one)) => executor -> one } ++
-      Option.when(forgotten > 0)(Topology.Forgotten -> folded)
+    val byExecutor = counts.iterator.map { case (executor, (_, executorCounts)) => executor -> executorCounts } ++
+      Option.when(forgotten > 0)(Topology.Forgotten -> forgottenCounts)
     val view = TopologyView(
       description.id, description.name, kind, description.parent, state, started, ended, jobs, executors.toVector,
       byExecutor.to(VectorMap), lostExecutors.keys.toVector, unclosed.toVector, operators.views,
       spans.spans, spans.dropped, forgotten, operators.forgotten)
-    shown = Some(view)
+    cachedView = Some(view)
     view
   }
 }
 
 private[stagecrew] object Topology {
-  /** The name of the sum of lost executors that are no longer listed, and of the sum of such operators. */
+  /** The name of the sum of executors that are no longer listed, and of the sum of such operators. */
   val Forgotten = "forgotten"
 }

@@ -10,10 +10,10 @@ import org.apache.spark.{SparkConf, SparkEnv, TaskContext}
 import driver._, listeners._, partitions._, spark._, wire._
 
 /**
- * One executor's part of the plugin: it holds the parts, carries out the driver's messages, and ends everything.
+ * The plugin on one executor: it creates the components, handles the driver's messages, and shuts everything down.
  *
- * Task threads start attempts and wait for opens (`TaskAttempts`). Each link to a Python process has a thread
- * (`PythonLinks`). `loop` is the one thread that closes and reports. RPC threads only hand over.
+ * Task threads start attempts and wait for opens (`TaskAttempts`). Each link to a Python process has its own thread
+ * (`PythonLinks`). The `loop` thread closes topologies and sends reports. RPC threads only enqueue.
  */
 final class ExecutorCrew(
     private[stagecrew] val conf: SparkConf, private[stagecrew] val executor: String, version: String, jar: String,
@@ -39,12 +39,12 @@ final class ExecutorCrew(
   private[stagecrew] val links = new PythonLinks(this)
   private[stagecrew] val attempts = new TaskAttempts(this)
   private[stagecrew] val descriptions =
-    new Descriptions(executor, () => host, table, pool, bytes => askDriverSync(bytes, AskMs))
+    new Descriptions(executor, () => host, table, pool, bytes => askDriverSync(bytes, ReplyTimeoutMs))
   private[stagecrew] val processes = new Processes(ledger, links.nameOf, () => System.nanoTime())
   private[stagecrew] val agent =
     new Agent(() => place, settings, jar, text => Log.log.info(s"executor $executor $text"))
-  private[stagecrew] val sides = new ExecutorListeners(settings, ledger, processes, agent, pool,
-    description => Where(application, description.name, description.id, executor, host, configuration.asJava))
+  private[stagecrew] val executorListeners = new ExecutorListeners(settings, ledger, processes, agent, pool,
+    description => ListenerContext(application, description.name, description.id, executor, host, configuration.asJava))
   private[stagecrew] val partitions = new Partitions(attempts.ownerOf, ledger, pool, new Partitions.Disk {
     override def delete(output: Output): Boolean = SparkInternals.deleteOutput(output)
     override def has(block: CachedBlock): Boolean = SparkInternals.hasBlock(block)
@@ -52,19 +52,19 @@ final class ExecutorCrew(
   })
   private[stagecrew] val samples = new SampleLog(executor, () => host)
   private[stagecrew] val reports = new ExecutorReports(this)
-  private[stagecrew] val closings = new Closings(executor, table, processes, sides, pool, this)(
-    reports.release, (topology, unclosed, taken) =>
-      reports.of(topology, unclosed, taken.getOrElse(Taken())), reports.closed)
-  /** The evaluations, from the first bound function on. */
+  private[stagecrew] val closings = new Closings(executor, table, processes, executorListeners, pool, this)(
+    reports.release, (topology, unclosed, released) =>
+      reports.of(topology, unclosed, released.getOrElse(Deletions())), reports.closed)
+  /** Created when the first bound function connects. */
   @volatile private[stagecrew] var evaluations = Option.empty[Evaluations]
 
   private val lock = new Object
   private var server = Option.empty[(Channels, File)]
-  @volatile private var abandoned = false // the driver is gone
+  @volatile private var driverLost = false
 
   ledger.samples = Some(samples)
   Partitions.serve(partitions)
-  every(settings.reportIntervalMs)("a report to the driver")(reports.report())
+  every(settings.reportIntervalMs)("sending a report to the driver")(reports.report())
 
   def taskStarted(task: TaskContext): Unit = attempts.started(task)
 
@@ -75,7 +75,7 @@ final class ExecutorCrew(
     evaluations.get
   }
 
-  /** The place file of the channel, which is made at the first call. */
+  /** The place file of the channel. The first call creates the channel. */
   private[stagecrew] def place: Path = lock.synchronized {
     if (server.isEmpty) {
       val folder = try SparkInternals.temporaryFolder(conf) catch {
@@ -83,15 +83,15 @@ final class ExecutorCrew(
           s"executor $executor (host $host) cannot create a folder for the channel to its Python processes; check " +
             s"its local directories (spark.local.dir): ${TaskRejection.text(error)}", error)
       }
-      val channels = try new Channels(folder.toPath, settings, version, () => welcome, links) catch {
-        case error: Throwable => Log.contained(s"deleting $folder")(SparkInternals.delete(folder)); throw error
-      }
+      val channels =
+        try new Channels(folder.toPath, settings, version, s"executor $executor", () => welcome, links)
+        catch { case e: Throwable => Log.contained(s"deleting $folder")(SparkInternals.delete(folder)); throw e }
       server = Some(channels -> folder)
     }
     server.get._1.place
   }
 
-  /** How often Python processes sample themselves, in seconds, and the place file; empty if they must not. */
+  /** The sampling interval of Python processes in seconds, and the path of the place file. Empty if sampling is off. */
   def sampling: String =
     if (settings.processesIntervalMs == 0) "" else s"${settings.processesIntervalMs / 1000.0} $place"
 
@@ -106,7 +106,7 @@ final class ExecutorCrew(
   private[stagecrew] def sendToDriver(message: Array[Byte]): Unit = driver.send(Rpc.withSender(self, message))
 
   private[stagecrew] def askDriver(message: Array[Byte])(done: Either[Throwable, Array[Byte]] => Unit): Unit =
-    driver.ask(Rpc.withSender(self, message), AskMs)(done)
+    driver.ask(Rpc.withSender(self, message), ReplyTimeoutMs)(done)
 
   private[stagecrew] def askDriverSync(message: Array[Byte], timeoutMs: Long): Array[Byte] =
     driver.askSync(Rpc.withSender(self, message), timeoutMs)
@@ -120,40 +120,40 @@ final class ExecutorCrew(
         inLoop(reports.end(topology, timeoutMs, Json.read[Release](frame.text("body")), Some(reply)))
       case "UNPERSISTED" => inLoop {
         partitions.unpersisted(frame.text("topology"), Json.read[Datasets](frame.text("body")).caches.toSet)
-        reply.answer(reports.of(frame.text("topology")))
+        reply.send(reports.of(frame.text("topology")))
       }
       case other => reply.fail(new FrameException(s"the driver does not send $other"))
     }
   }
 
   override def disconnected(address: String): Unit = if (address == Rpc.driverAddress(conf)) {
-    abandoned = true
-    Log.contained("deleting what topologies have stored")(partitions.abandon())
+    driverLost = true
+    Log.contained("deleting the stored partitions of topologies")(partitions.driverLost())
   }
 
-  // -- The end of the executor
+  // -- Shutdown
 
-  /** Closes everything that is open, and waits for it within the timeout. A second call waits for the first. */
+  /** Closes everything, and waits for it within the timeout. A second call waits for the first. */
   def shutdown(timeoutMs: Long): Unit = endOnce(timeoutMs) {
     val deadline = System.nanoTime() + timeoutMs * 1000000L
-    def left: Long = math.max(0L, (deadline - System.nanoTime()) / 1000000L)
+    def remainingMs: Long = math.max(0L, (deadline - System.nanoTime()) / 1000000L)
     def end(topologies: Seq[String]): Unit = {
       val latches = topologies.map(closings.latch)
-      topologies.foreach(id => inLoop(closings.end(id, left, None)))
-      latches.foreach(_.await(left, TimeUnit.MILLISECONDS))
+      topologies.foreach(id => inLoop(closings.end(id, remainingMs, None)))
+      latches.foreach(_.await(remainingMs, TimeUnit.MILLISECONDS))
     }
-    // A task of the JVM cannot be ended: after half of the time the others close without it.
+    // A JVM task cannot be interrupted. After half of the timeout, closing continues without waiting for it.
     schedule(timeoutMs / 2)(closings.force())
     val (application, inner) = descriptions.ids.partition(_ == Description.Application)
-    // Attempts are being killed, or never end: their workers are asked to end, and close their open listeners.
+    // Their attempts are being killed, or never end. SIGTERM lets the workers close their open listeners.
     processes.busy.foreach(links.terminate)
     end(inner)
     end(application)
     agent.stop()
-    agent.await(left)
-    if (abandoned) Log.contained("deleting what topologies have stored")(partitions.abandon())
-    partitions.awaitDeletions(left)
-    reports.last(math.max(left, LastReportMs))
+    agent.await(remainingMs)
+    if (driverLost) Log.contained("deleting the stored partitions of topologies")(partitions.driverLost())
+    partitions.awaitDeletions(remainingMs)
+    reports.last(math.max(remainingMs, LastReportMs))
     Partitions.stop(partitions)
     loop.shutdownNow()
     watchdog.shutdownNow()
@@ -165,19 +165,19 @@ final class ExecutorCrew(
     Log.contained("stopping the endpoint")(Rpc.stopEndpoint(self))
   }
 
-  /** Runs something on a thread of its own after this time. The loop writes to links: a process that hangs could
-    * delay it. */
+  /** Runs a call on the watchdog thread after a delay. The loop is not used, because it writes to links, and a process
+    * that hangs can block it. */
   private[stagecrew] def watch(ms: Long)(f: => Unit): Unit =
-    watchdog.schedule((() => Log.contained("ending overdue processes")(f)): Runnable, ms + 10, TimeUnit.MILLISECONDS)
+    watchdog.schedule((() => Log.contained("killing overdue processes")(f)): Runnable, ms + 10, TimeUnit.MILLISECONDS)
 }
 
 object ExecutorCrew {
-  /** How long an attempt that was interrupted or failed is remembered after its end, for a worker that begins it
-    * late; and the blocks of a topology that has closed here, for the driver to unpersist their datasets. */
+  /** How long to remember a failed attempt after its end, because a worker may begin it late. Also how long to remember
+    * the blocks of a closed topology, until the driver has unpersisted their datasets. */
   private[stagecrew] val RememberMs = 60000L
 
-  /** How long an executor waits for a reply of the driver. */
-  private[stagecrew] val AskMs = 30000L
+  /** How long an executor waits for a reply from the driver. */
+  private[stagecrew] val ReplyTimeoutMs = 30000L
   private val LastReportMs = 500L
 
   private[stagecrew] def daemon(name: String): ThreadFactory = body => {

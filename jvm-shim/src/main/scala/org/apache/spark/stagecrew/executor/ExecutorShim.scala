@@ -6,8 +6,8 @@ import org.apache.spark.{SparkContext, SparkEnv, TaskContext}
 import org.apache.spark.api.plugin.{ExecutorPlugin, PluginContext}
 import driver._, spark._
 
-/** The executor side of the plugin. `init` returns at once and never throws: Spark would relaunch executors without
-  * end. A failure in it fails the tasks. */
+/** The executor side of the plugin. `init` returns immediately and never throws, because Spark would relaunch the
+  * executors forever. If `init` fails, the tasks fail. */
 final class ExecutorShim extends ExecutorPlugin {
   @volatile private var crew: ExecutorCrew = _
   @volatile private var notRunning: NotRunning = _
@@ -22,19 +22,19 @@ final class ExecutorShim extends ExecutorPlugin {
       preparePythonPath()
       crew = new ExecutorCrew(env.conf, env.executorId, Shim.version, Shim.jar,
         extra.get(DriverShim.Timelines) == "true")
-      Log.contained("preparing the samples of Python processes")(PythonPath.assign(Sampling, crew.sampling))
-      // In a local master the driver's metrics have the same names, and include this executor.
+      Log.contained("switching on the samples of Python processes")(PythonPath.assign(Sampling, crew.sampling))
+      // In a local master, the driver's metrics have the same names and include this executor.
       if (env.executorId != SparkContext.DRIVER_IDENTIFIER)
         Metrics.registerExecutor(plugin.metricRegistry(), crew.ledger)
       hook = SparkInternals.addShutdownHook(driver = false)(() => end())
     } catch { case Failure(error) => notRunning = new NotRunning(env.executorId, Shim.version, error) }
   }
 
-  /** Never throws: Spark would run the body all the same. */
+  /** Never throws: Spark would log the exception and run the body of the task. */
   override def onTaskStart(): Unit = {
     val task = TaskContext.get()
     try if (notRunning != null) notRunning.taskStarted(task) else if (crew != null) crew.taskStarted(task) catch {
-      // The rejection itself has failed, for lack of memory or stack.
+      // The rejection itself has failed, for example with an OutOfMemoryError or a StackOverflowError.
       case error: Throwable =>
         SparkInternals.markInterrupted(task, s"stagecrew: this task cannot begin: ${error.getClass.getName}")
     }
@@ -43,18 +43,18 @@ final class ExecutorShim extends ExecutorPlugin {
   override def shutdown(): Unit = {
     end()
     if (hook != null) Log.contained("removing the shutdown hook")(SparkInternals.removeShutdownHook(hook))
-    // In a local master the JVM may go on with an application without the plugin.
+    // In a local master, the same JVM may run another application without the plugin.
     if (added) Log.contained("removing the jar from the PYTHONPATH")(PythonPath.remove(Shim.jar))
-    Log.contained("ending the samples of Python processes")(PythonPath.assign(Sampling, ""))
+    Log.contained("switching off the samples of Python processes")(PythonPath.assign(Sampling, ""))
   }
 
   private def end(): Unit = if (crew != null) crew.shutdown(crew.settings.shutdownTimeoutMs)
 
-  /** Lets Python processes of this executor find stagecrew in the jar, wherever the jar is on this host. */
+  /** Puts the jar on the PYTHONPATH of this executor's Python processes, so that they can import stagecrew. */
   private def preparePythonPath(): Unit = try added = PythonPath.add(Shim.jar) catch {
     case Failure(error) => Log.log.error(
-      s"Python processes of executor ${SparkEnv.get.executorId} cannot find stagecrew, because this JVM does not " +
-        s"allow changes of its environment; install stagecrew ${Shim.version} for the executors' Python, or start " +
+      s"Python processes of executor ${SparkEnv.get.executorId} cannot import stagecrew, because this JVM does not " +
+        s"allow changes to its environment; install stagecrew ${Shim.version} for the executors' Python, or start " +
         "the JVM with --add-opens=java.base/java.util=ALL-UNNAMED", error)
   }
 }

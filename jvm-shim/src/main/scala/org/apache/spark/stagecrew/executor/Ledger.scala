@@ -8,10 +8,11 @@ import ui._
 /**
  * The counts of one listener of a topology on one executor.
  *
- * @param opens attempted ones, as `closes`
- * @param failures of open, close or decorate
- * @param lost how often it was opened in a process that ended without closing it
- * @param lastErrorLine the line that says what happened, as Python finds it
+ * @param opens calls of `open`, including failed ones
+ * @param closes calls of `close`, including failed ones
+ * @param failures failed calls of `open`, `close` or `decorate`
+ * @param lost opens in processes that ended without a close
+ * @param lastErrorLine the line of `lastError` that describes the error, chosen by Python
  */
 final case class ListenerCounts(
     index: Int, name: String, scope: String, opens: Long = 0, closes: Long = 0, failures: Long = 0, lost: Long = 0,
@@ -19,8 +20,8 @@ final case class ListenerCounts(
 
   def stillOpen: Long = opens - closes - lost
 
-  /** Adds the duration of an open or a close, whether it failed or not. */
-  private[stagecrew] def took(hook: String, micros: Long): ListenerCounts = hook match {
+  /** Adds the duration of an open or a close, failed or not. */
+  private[stagecrew] def withDuration(hook: String, micros: Long): ListenerCounts = hook match {
     case "open" => copy(openMicros = openMicros + micros)
     case "close" => copy(closeMicros = closeMicros + micros)
     case _ => this
@@ -32,22 +33,22 @@ final case class ListenerCounts(
     lastError = if (other.lastError.nonEmpty) other.lastError else lastError,
     lastErrorLine = if (other.lastError.nonEmpty) other.lastErrorLine else lastErrorLine)
 
-  private[stagecrew] def failed(error: String, line: String): ListenerCounts =
+  private[stagecrew] def withFailure(error: String, line: String): ListenerCounts =
     copy(failures = failures + 1, lastError = error, lastErrorLine = line)
 }
 
 object ListenerCounts {
-  /** The maximum length of an error's text, as in Python (ERROR_LENGTH of python/stagecrew/worker/hooks.py). */
+  /** The maximum length of an error's text. Python uses the same: ERROR_LENGTH in python/stagecrew/worker/hooks.py. */
   val ErrorLength = 8000
 }
 
-/** Sums over listeners and released partitions. They never decrease: a topology that is forgotten stays in them. */
+/** Sums over listeners and released partitions. They never decrease, because they include forgotten topologies. */
 final case class Totals(
     opens: Long = 0, closes: Long = 0, failures: Long = 0, lost: Long = 0,
     openMicros: Long = 0, closeMicros: Long = 0, released: Long = 0, releasedBytes: Long = 0) {
   def +(other: Totals): Totals = combined(other)(_ + _)
 
-  /** The larger of each sum: none of them decreases. */
+  /** The maximum of each sum, which is its latest value, because sums never decrease. */
   private[stagecrew] def max(other: Totals): Totals = combined(other)(math.max)
 
   private def combined(other: Totals)(f: (Long, Long) => Long): Totals = Totals(
@@ -56,8 +57,8 @@ final case class Totals(
     f(releasedBytes, other.releasedBytes))
 }
 
-/** The partitions of a topology on an executor: those that are stored now, those that are known to be deleted
-  * (`released`), and those that could not be deleted (`releaseFailures`). */
+/** The partitions of a topology on an executor: stored now, known to be deleted (`released`), and not deleted because
+  * of a failure (`releaseFailures`). */
 final case class PartitionCounts(
     inProgress: Long = 0, outputs: Long = 0, outputBytes: Long = 0, blocks: Long = 0, blockBytes: Long = 0,
     released: Long = 0, releasedBytes: Long = 0, releaseFailures: Long = 0) {
@@ -67,7 +68,7 @@ final case class PartitionCounts(
     blockBytes + other.blockBytes, released + other.released, releasedBytes + other.releasedBytes,
     releaseFailures + other.releaseFailures)
 
-  /** These releases, with what `now` stores. */
+  /** Replaces the stored partitions by those of `now`, and keeps the counts of releases. */
   def storing(now: PartitionCounts): PartitionCounts =
     now.copy(released = released, releasedBytes = releasedBytes, releaseFailures = releaseFailures)
 }
@@ -76,8 +77,8 @@ final case class PartitionCounts(
  * The counts of one topology on one executor.
  *
  * @param processes Python processes that opened a listener
- * @param lostProcesses those of them that ended before they closed it
- * @param deferred the ids of processes that close after their current task
+ * @param lostProcesses the number of these processes that ended before they closed it
+ * @param deferred the ids of processes that will close after their current task
  */
 final case class ExecutorCounts(
     listeners: Vector[ListenerCounts] = Vector.empty, processes: Long = 0, lostProcesses: Long = 0,
@@ -93,44 +94,45 @@ final case class ExecutorCounts(
       case at => listeners.updated(at, f(listeners(at)))
     })
 
-  /** The counts of two executors together. */
+  /** The sum of the counts of two executors. */
   def +(other: ExecutorCounts): ExecutorCounts = ExecutorCounts(
-    other.listeners.foldLeft(this)((sums, one) => sums.changed(ListenerCounts(one.index, one.name, one.scope))(_ + one))
-      .listeners,
+    other.listeners.foldLeft(this)((sums, counts) =>
+      sums.changed(ListenerCounts(counts.index, counts.name, counts.scope))(_ + counts)).listeners,
     processes + other.processes, lostProcesses + other.lostProcesses, deferred ++ other.deferred,
     partitions + other.partitions)
 }
 
-/** The spans of one topology on one executor: those that the driver may not have, by their slots, and how many there
-  * were. */
+/** The spans of one topology on one executor that the driver may not have, by slot. `total` is the number of all spans
+  * that were recorded. */
 final case class SpanReport(total: Long, slots: Vector[SpanSlot])
 final case class SpanSlot(slot: Int, span: Span)
 
 /**
- * A report of an executor to the driver. The counts are complete, not changes, and each report has a sequence number:
- * the driver replaces the older ones. So a report that is lost or repeated changes nothing. The last three fields are
- * for the end of a topology.
+ * A report from an executor to the driver. The counts are totals, not differences, and the driver only applies a report
+ * with a higher sequence number than the last one. So lost and repeated reports do no harm. The last three fields are
+ * only set at the end of a topology.
  *
  * @param unclosed the listeners that have not closed
- * @param shuffles shuffles with deleted outputs
- * @param caches cached datasets that the driver must unpersist
+ * @param shuffles the shuffles whose outputs were deleted
+ * @param caches the cached datasets that the driver must unpersist
  */
 final case class ExecutorReport(
     totals: Totals, topologies: VectorMap[String, ExecutorCounts], spans: VectorMap[String, SpanReport],
     processes: Vector[ProcessView] = Vector.empty, unclosed: Vector[String] = Vector.empty,
     shuffles: Vector[Int] = Vector.empty, caches: Vector[Int] = Vector.empty)
 
-/** The counts of one executor. `timelines` says whether spans are kept, because the UI or the event log shows them. */
-final class Ledger(wall: () => Long = () => System.currentTimeMillis(), timelines: Boolean = true) {
+/** The counts of one executor. Spans are only kept if `timelines` is set: the UI or the event log then shows them. */
+final class Ledger(clock: () => Long = () => System.currentTimeMillis(), timelines: Boolean = true) {
   /** The samples of the executor's Python processes, if sampling is on. */
   @volatile var samples = Option.empty[SampleLog]
-  /** Receives each duration in microseconds, for the executor's own metrics. */
-  @volatile var timed: (String, Long) => Unit = (_, _) => ()
+  /** Called with the kind and the duration of each span, in microseconds, for the metrics of the executor. */
+  @volatile var onDuration: (String, Long) => Unit = (_, _) => ()
   private val topologies = mutable.LinkedHashMap.empty[String, ExecutorCounts]
   private val spans = mutable.HashMap.empty[String, SpanLog]
-  /** Topologies of which the driver may not know the last change: the report that carries it, 0 if none does yet. */
+  /** Topologies whose last change may not have reached the driver, with the number of the report that contains the
+    * change. 0 if no report contains it yet. */
   private val unreported = mutable.LinkedHashMap.empty[String, Long]
-  private var arrivals = Map.empty[Long, Seq[() => Unit]] // what to do when a report has arrived
+  private var onDelivery = Map.empty[Long, Seq[() => Unit]] // by report number: called when the driver has the report
   private var sequence = 0L
   private var forgotten = Totals()
 
@@ -143,10 +145,10 @@ final class Ledger(wall: () => Long = () => System.currentTimeMillis(), timeline
     topology: String, index: Int, name: => String, scope: => String)(f: ListenerCounts => ListenerCounts): Unit =
     change(topology)(_.changed(ListenerCounts(index, name, scope))(f))
 
-  /** Records something of the topology that took this long, until now. */
+  /** Records a span of the topology that ends now and had this duration. */
   def span(topology: String, kind: String, name: => String, micros: Long, failed: Boolean): Unit = {
-    val started = wall() - micros / 1000
-    timed(kind, micros)
+    val started = clock() - micros / 1000
+    onDuration(kind, micros)
     if (timelines) synchronized {
       spans.getOrElseUpdate(topology, new SpanLog).add(kind, name, started, micros, failed)
       unreported(topology) = 0
@@ -155,46 +157,46 @@ final class Ledger(wall: () => Long = () => System.currentTimeMillis(), timeline
 
   def of(topology: String): ExecutorCounts = synchronized(topologies.getOrElse(topology, ExecutorCounts()))
 
-  /** The number and the content of a report of all changes since the last one; None if nothing changed. */
+  /** A report of all changes since the last report, with its number. None if nothing changed. */
   def report(): Option[(Long, ExecutorReport)] = synchronized {
     val changed = unreported.collect { case (topology, 0) => topology }.toSeq
-    val sampled = samples.flatMap(_.untold)
-    Option.when(changed.nonEmpty || sampled.nonEmpty) {
-      val (number, report, arrived) = body(changed)
+    val samplesReport = samples.flatMap(_.unreported)
+    Option.when(changed.nonEmpty || samplesReport.nonEmpty) {
+      val (number, report, callbacks) = buildReport(changed)
       changed.foreach(unreported(_) = number)
-      arrivals += number -> (arrived ++ sampled.map(_._2))
-      number -> report.copy(processes = sampled.fold(Vector.empty[ProcessView])(_._1))
+      onDelivery += number -> (callbacks ++ samplesReport.map(_._2))
+      number -> report.copy(processes = samplesReport.fold(Vector.empty[ProcessView])(_._1))
     }
   }
 
   /** The driver has the report with this number. */
   def delivered(number: Long): Unit = synchronized {
-    arrivals.get(number).foreach(_.foreach(_()))
-    arrivals -= number
-    unreported.filterInPlace((_, carrier) => carrier != number)
+    onDelivery.get(number).foreach(_.foreach(_()))
+    onDelivery -= number
+    unreported.filterInPlace((_, reportNumber) => reportNumber != number)
   }
 
-  /** The report with this number may be lost: the next report repeats its content. */
+  /** The report with this number may be lost, so the next report repeats its content. */
   def notDelivered(number: Long): Unit = synchronized {
-    arrivals -= number
-    unreported.mapValuesInPlace((_, carrier) => if (carrier == number) 0 else carrier)
+    onDelivery -= number
+    unreported.mapValuesInPlace((_, reportNumber) => if (reportNumber == number) 0 else reportNumber)
   }
 
-  /** A report of one topology, whether it changed or not. */
+  /** A report of one topology, changed or not, with its number. */
   def full(topology: String): (Long, ExecutorReport) = synchronized {
     unreported -= topology
-    val (number, report, _) = body(Seq(topology))
+    val (number, report, _) = buildReport(Seq(topology))
     number -> report
   }
 
-  // Each report carries the totals, so that the driver never returns to older ones.
-  private def body(which: Seq[String]): (Long, ExecutorReport, Seq[() => Unit]) = {
+  // Each report contains the totals. A higher report number then always means newer totals.
+  private def buildReport(ids: Seq[String]): (Long, ExecutorReport, Seq[() => Unit]) = {
     sequence += 1
-    val told = which.flatMap(topology => spans.get(topology).map(topology -> _.untold))
-    val counts = which.flatMap(topology => topologies.get(topology).map(topology -> _)).to(VectorMap)
+    val spanReports = ids.flatMap(topology => spans.get(topology).map(topology -> _.report))
+    val counts = ids.flatMap(topology => topologies.get(topology).map(topology -> _)).to(VectorMap)
     (sequence,
-      ExecutorReport(totals, counts, told.map { case (topology, (spans, _)) => topology -> spans }.to(VectorMap)),
-      told.map(_._2._2))
+      ExecutorReport(totals, counts, spanReports.map { case (id, (spans, _)) => id -> spans }.to(VectorMap)),
+      spanReports.map(_._2._2))
   }
 
   /** Forgets a closed topology. Returns false if the driver does not have its last counts yet. */
@@ -207,10 +209,10 @@ final class Ledger(wall: () => Long = () => System.currentTimeMillis(), timeline
     reported
   }
 
-  /** What all topologies store now. */
+  /** The stored partitions of all topologies. */
   def stored: PartitionCounts =
     synchronized(topologies.valuesIterator.map(_.partitions).foldLeft(PartitionCounts())(_ + _))
 
-  /** Sums over all topologies that ever ran here, for metrics. */
+  /** The sums over all topologies that ever ran on this executor, for metrics. */
   def totals: Totals = synchronized(topologies.valuesIterator.map(_.totals).foldLeft(forgotten)(_ + _))
 }

@@ -5,30 +5,30 @@ import scala.collection.mutable
 import wire._
 
 /**
- * The Python processes of an executor: what each has open, the attempt that it runs, and the hook that it is in.
+ * The Python processes of an executor: their open listeners, and the attempt and the hook that each one runs.
  *
- * Guarded by its own lock. Nothing is called while the lock is held: the caller acts on the result.
+ * Thread-safe. Nothing is sent to a process while the lock is held: the caller acts on the result.
  */
 final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String), clock: () => Long) {
   import Processes._
 
-  private val book = mutable.LinkedHashMap.empty[Link, Process]
+  private val processes = mutable.LinkedHashMap.empty[Link, Process]
 
-  def connected(link: Link): Unit = synchronized(book(link) = new Process)
+  def connected(link: Link): Unit = synchronized(processes(link) = new Process)
 
-  private def change(link: Link)(f: Process => Unit): Unit = synchronized(book.get(link).foreach(f))
+  private def change(link: Link)(f: Process => Unit): Unit = synchronized(processes.get(link).foreach(f))
 
-  /** The link is gone: open listeners of its process are lost. */
+  /** The link is closed: the open listeners of its process are lost. */
   def disconnected(link: Link): Unit = change(link) { process =>
-    book -= link
+    processes -= link
     process.open.groupBy(_._1).foreach { case (topology, keys) =>
       keys.foreach { case (_, index) => count(topology, index)(c => c.copy(lost = c.lost + 1)) }
       ledger.change(topology)(c => c.copy(lostProcesses = c.lostProcesses + 1))
     }
-    process.deferred.foreach(undefer(_, link))
+    process.deferred.foreach(endDeferral(_, link))
   }
 
-  /** The link's process begins an attempt that is booked under these topologies. */
+  /** The process begins an attempt that is booked under these topologies. */
   def began(link: Link, attempt: Long, chain: Set[String]): Unit = change(link) { process =>
     process.attempt = Some(attempt)
     process.chain = chain
@@ -39,16 +39,16 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
     process.chain = Set.empty
   }
 
-  /** The process knows a topology: it must close it later. */
-  def touched(link: Link, topology: String): Unit = change(link)(_.touched += topology)
+  /** The process has the description of a topology, and must close the topology later. */
+  def addTopology(link: Link, topology: String): Unit = change(link)(_.topologies += topology)
 
   def closed(link: Link, topology: String): Unit = change(link) { process =>
-    process.touched -= topology
+    process.topologies -= topology
     process.counted -= topology
-    if (process.deferred.remove(topology)) undefer(topology, link)
+    if (process.deferred.remove(topology)) endDeferral(topology, link)
   }
 
-  /** A hook begins. It is overdue at this time. */
+  /** A hook begins. It is overdue from `overdueAt` on. */
   def hookBegan(link: Link, topology: String, index: Int, hook: String, overdueAt: Long): Unit =
     change(link) { process =>
       process.hook = Some(Hook(topology, index, hook, overdueAt))
@@ -69,57 +69,59 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
       ledger.span(topology, hook, nameOf(topology, index)._1, micros, failed)
     }
     count(topology, index) { before =>
-      val timed = before.took(hook, micros).copy(closes = before.closes + (if (hook == "close") 1 else 0))
-      if (failed) timed.failed(error, line) else timed
+      val timed = before.withDuration(hook, micros).copy(closes = before.closes + (if (hook == "close") 1 else 0))
+      if (failed) timed.withFailure(error, line) else timed
     }
   }
 
-  /** The links whose hook is overdue, each once: the caller kills their processes. */
+  /** The links whose hook is overdue. Each is returned once: the caller kills the process. */
   def overdue(): Seq[(Link, Hook, Option[Long])] = synchronized {
     val now = clock()
-    book.toSeq.collect {
+    processes.toSeq.collect {
       case (link, process) if process.hook.exists(_.overdueAt <= now) =>
         val hook = process.hook.get
         process.hook = None
         val micros = (now - process.hookBegan) / 1000
         ledger.span(hook.topology, hook.name, nameOf(hook.topology, hook.index)._1, micros, failed = true)
         count(hook.topology, hook.index) { before =>
-          before.took(hook.name, micros).failed(s"${hook.name} ignored its timeout; its process was ended", "")
+          before.withDuration(hook.name, micros)
+            .withFailure(s"${hook.name} ignored its timeout; its process was ended", "")
         }
         (link, hook, process.attempt)
     }
   }
 
-  /** The links that know this topology; `true` for those that run a task of another topology. A task of this
-    * topology is about to end: Spark may regard it as ended while Python still leaves it. */
-  def touching(topology: String): Seq[(Link, Boolean)] = synchronized {
-    book.toSeq.collect { case (link, process) if process.touched(topology) =>
+  /** The links whose processes have this topology, each with `true` if the process runs a task of another topology. A
+    * task of this topology is not counted, because it is about to end: Spark may see its end before Python does. */
+  def linksOf(topology: String): Seq[(Link, Boolean)] = synchronized {
+    processes.toSeq.collect { case (link, process) if process.topologies(topology) =>
       link -> (process.attempt.nonEmpty && !process.chain(topology))
     }
   }
 
   /** The links of workers that run this attempt. */
   def running(attempt: Long): Seq[Link] = synchronized {
-    book.toSeq.collect { case (link, process) if process.attempt.contains(attempt) && link.role == "worker" => link }
+    processes.toSeq.collect { case (link, it) if it.attempt.contains(attempt) && link.role == "worker" => link }
   }
 
-  /** Whether the link knows any topology. */
-  def touchesAny(link: Link): Boolean = synchronized(book.get(link).exists(_.touched.nonEmpty))
+  /** Whether the process has any topology. */
+  def hasTopologies(link: Link): Boolean = synchronized(processes.get(link).exists(_.topologies.nonEmpty))
 
-  def busy: Seq[Link] = synchronized(book.toSeq.collect { case (link, process) if process.attempt.nonEmpty => link })
+  /** The links whose processes run a task. */
+  def busy: Seq[Link] = synchronized(processes.toSeq.collect { case (link, it) if it.attempt.nonEmpty => link })
 
   def defer(link: Link, topology: String): Unit = change(link) { process =>
     if (process.deferred.add(topology)) ledger.change(topology)(c => c.copy(deferred = c.deferred + link.process))
   }
 
-  def all: Seq[Link] = synchronized(book.keys.toSeq)
+  def all: Seq[Link] = synchronized(processes.keys.toSeq)
 
-  /** The listeners of a topology that a link has not closed, for messages. */
+  /** The names of the listeners of a topology that a process has not closed, for messages. */
   def unclosed(link: Link, topology: String): Seq[String] = synchronized {
-    book.get(link).toSeq.flatMap(_.open.toSeq).collect { case (`topology`, index) => nameOf(topology, index)._1 }
+    processes.get(link).toSeq.flatMap(_.open.toSeq).collect { case (`topology`, index) => nameOf(topology, index)._1 }
   }
 
-  private def undefer(topology: String, link: Link): Unit =
+  private def endDeferral(topology: String, link: Link): Unit =
     ledger.change(topology)(c => c.copy(deferred = c.deferred - link.process))
 
   private def count(topology: String, index: Int)(f: ListenerCounts => ListenerCounts): Unit = {
@@ -133,11 +135,11 @@ object Processes {
 
   private final class Process {
     val open = mutable.LinkedHashSet.empty[(String, Int)]
-    val touched = mutable.LinkedHashSet.empty[String]
+    val topologies = mutable.LinkedHashSet.empty[String]
     val deferred = mutable.LinkedHashSet.empty[String]
-    val counted = mutable.HashSet.empty[String] // topologies of which it opened something
+    val counted = mutable.HashSet.empty[String] // topologies that count it as a process with open listeners
     var attempt = Option.empty[Long]
-    var chain = Set.empty[String] // the topologies of the attempt
+    var chain = Set.empty[String] // the topologies of its attempt
     var hook = Option.empty[Hook]
     var hookBegan = 0L
   }

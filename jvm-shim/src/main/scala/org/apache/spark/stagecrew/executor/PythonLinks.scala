@@ -3,13 +3,12 @@ package executor
 
 import wire._
 
-
-/** An executor's links to its Python processes: workers, the agent, evaluations and samplers. Called in the links'
-  * threads. */
+/** Handles the links of an executor to its Python processes: workers, the agent, evaluations and samplers. Called in
+  * the threads of the links. */
 private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandler {
-  import crew.{agent, attempts, closings, descriptions, executor, processes, samples, settings, sides, table}
+  import crew.{agent, attempts, closings, descriptions, executor, executorListeners, processes, samples, settings}
 
-  @volatile private var agentProblem: String = _ // why this executor killed its agent
+  @volatile private var agentKillReason: String = _ // why this executor killed its agent
 
   override def serve(link: Link, limit: Int): Unit =
     if (link.role == "evaluations") crew.startEvaluations().serve(link, limit) else super.serve(link, limit)
@@ -25,7 +24,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
   }
 
   private def handle(link: Link, frame: Frame): Unit = frame.kind match {
-    case "BEGIN" => begun(link, frame.long("attempt"))
+    case "BEGIN" => attemptBegan(link, frame.long("attempt"))
     case "END" => processes.ended(link)
     case "DESCRIBE" => describe(link, frame.text("topology"))
     case "HOOK" =>
@@ -43,34 +42,34 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
     case other => throw new FrameException(s"a process does not send $other")
   }
 
-  /** While its worker started, the attempt may have been interrupted, or have ended. A short attempt may also have
-    * ended before this frame was read: then the END frame follows. */
-  private def begun(link: Link, attempt: Long): Unit = {
-    processes.began(link, attempt, table.chainOf(attempt).toSet)
-    if (attempts.failed(attempt).contains(Evaluations.Killed)) terminate(link)
+  /** The attempt may have been killed, or may have ended, while its worker started. A short attempt may also have ended
+    * before this frame was read: then the END frame follows. */
+  private def attemptBegan(link: Link, attempt: Long): Unit = {
+    processes.began(link, attempt, crew.table.chainOf(attempt).toSet)
+    if (attempts.failureReason(attempt).contains(Evaluations.Killed)) terminate(link)
     else if (!attempts.runs(attempt)) attempts.endAbandoned(attempt)
   }
 
   private def describe(link: Link, topology: String): Unit = descriptions.known(topology) match {
-    case None => link.send("REFUSED", s"topology $topology is not known on executor $executor")
+    case None => link.send("REFUSED", s"topology $topology is unknown on executor $executor")
     case Some(description) =>
-      processes.touched(link, topology)
-      val opened = sides.of(topology).map(_.agent).getOrElse(Opened())
+      processes.addTopology(link, topology)
+      val opened = executorListeners.of(topology).map(_.agent).getOrElse(Opened())
       link.send("TOPOLOGY", topology, description.body, description.blobs, opened.body, opened.values)
   }
 
   override def disconnected(link: Link): Unit =
-    if (link.role == "evaluations") crew.evaluations.foreach(_.gone(link)) else {
-    samples.gone(link)
+    if (link.role == "evaluations") crew.evaluations.foreach(_.disconnected(link)) else {
+    samples.disconnected(link)
     processes.disconnected(link)
     if (link.role == "agent") {
-      if (agent.disconnected(link, Option(agentProblem))) {
-        // Workers have copies of the agent's values: they close them, and ask again at their next task.
-        sides.agentLost().foreach(topology => processes.touching(topology).foreach { case (worker, _) =>
+      if (agent.disconnected(link, Option(agentKillReason))) {
+        // Workers have copies of the agent's values. They close them, and request them again for their next task.
+        executorListeners.agentLost().foreach(topology => processes.linksOf(topology).foreach { case (worker, _) =>
           worker.send("CLOSE", topology)
         })
       }
-      agentProblem = null
+      agentKillReason = null
     }
     closings.changed()
   }
@@ -80,18 +79,18 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
     val limit = if (hook.name == "open") settings.openTimeoutMs else settings.closeTimeoutMs
     val topology = descriptions.known(hook.topology).map(_.name).getOrElse(hook.topology)
     val text = s"${hook.name} of listener '${nameOf(hook.topology, hook.index)._1}' " +
-      s"(topology '$topology', executor $executor, " +
-      s"host ${crew.host}) took longer than $limit ms and ignored its interruption; process ${link.pid} was ended"
+      s"(topology '$topology', executor $executor, host ${crew.host}) " +
+      s"took longer than $limit ms and ignored its interruption; process ${link.pid} was ended"
     Log.log.warn(text)
-    attempt.flatMap(attempts.get).foreach(_.workerEnded = Some(text))
-    if (link.role == "agent") agentProblem = text
+    attempt.flatMap(attempts.get).foreach(_.workerKillReason = Some(text))
+    if (link.role == "agent") agentKillReason = text
     kill(link)
   }
 
   /** The name and the scope of a listener. */
   def nameOf(topology: String, index: Int): (String, String) =
     descriptions.known(topology).flatMap(_.listeners.find(_.index == index)).map { entry =>
-      val opened = sides.of(topology).flatMap(_.agent.listeners.get(index))
+      val opened = executorListeners.of(topology).flatMap(_.agent.listeners.get(index))
       (entry.name, entry.scope.orElse(opened.map(_.scope)).getOrElse("worker"))
     }.getOrElse((s"listener $index", "worker"))
 
@@ -101,6 +100,6 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
 }
 
 object PythonLinks {
-  /** How long after its timeout a hook may take to heed the timer signal, before its process is ended. */
+  /** How long a hook may take to react to the timer signal, after its timeout, before its process is killed. */
   val HookGraceMs = 1000L
 }

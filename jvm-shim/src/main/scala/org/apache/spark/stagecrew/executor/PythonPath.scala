@@ -5,17 +5,17 @@ import java.io.File
 import java.util.{Map => JMap}
 
 /**
- * The environment that this JVM gives to its Python processes: our jar at the head of the PYTHONPATH, and how they
- * sample themselves.
+ * Sets environment variables of this JVM for its Python processes: the PYTHONPATH with our jar first, and the setting
+ * for samples.
  *
- * Spark computes the path of a Python daemon from its own files, the environment of the job and this JVM's environment
- * (core/api/python/PythonWorkerFactory.scala). `spark.executorEnv.PYTHONPATH` would replace the value of a Worker, a
- * node or an image, so the executor changes its own environment instead, before its first Python daemon.
+ * Spark builds the PYTHONPATH of a Python daemon from its own files, the environment of the job and the environment of
+ * this JVM (core/api/python/PythonWorkerFactory.scala). `spark.executorEnv.PYTHONPATH` would replace the PYTHONPATH of
+ * a Worker, a node or an image. So the executor changes its own environment before it starts its first Python daemon.
  */
 private[stagecrew] object PythonPath {
   private val Key = "PYTHONPATH"
 
-  /** Puts the jar first. Returns whether it was not there before. Throws if this JVM does not allow it. */
+  /** Puts the jar first, unless the path contains it. Returns whether it was added. Throws if the JVM forbids it. */
   def add(jar: String): Boolean = {
     val before = entries
     val absent = !before.contains(jar)

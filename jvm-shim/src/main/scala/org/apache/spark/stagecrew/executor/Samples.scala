@@ -4,66 +4,67 @@ package executor
 import scala.collection.mutable
 import ui._
 
-/** The content of a SAMPLES frame of a Python process: itself and its children, one sample each, without times. */
+/** The content of a SAMPLES frame: the Python process that sent it, and its children, each with one sample and without
+  * times. */
 final case class Samples(processes: Vector[ProcessView])
 
 /**
- * The samples of this executor's Python processes, until the driver has them. Each daemon samples its workers, and the
- * agent samples itself (python/stagecrew/worker/sampling.py). Thread-safe.
+ * The samples of this executor's Python processes that the driver does not have yet. Each daemon samples its workers,
+ * and the agent samples itself (python/stagecrew/worker/sampling.py). Thread-safe.
  */
 private[stagecrew] final class SampleLog(
-    executor: String, host: () => String, wall: () => Long = () => System.currentTimeMillis()) {
+    executor: String, host: () => String, clock: () => Long = () => System.currentTimeMillis()) {
   private val book = new ProcessBook
   private val current = mutable.LinkedHashMap.empty[AnyRef, Vector[ProcessView]] // by source
   private var time, reported = 0L
 
-  /** Takes over the samples of a source. Processes that it sampled before and does not sample any more have ended. */
+  /** Records the samples of a source (a link). Processes that it sampled before, but not now, have ended. */
   def record(source: AnyRef, sampled: Vector[ProcessView]): Unit = synchronized {
-    time = math.max(wall(), time + 1) // strictly increasing: reports use it to find the samples that the driver has
-    val here = sampled.map(one => one.copy(executor = executor, host = host(),
-      samples = one.samples.map(_.copy(time = time))))
-    val ended = current.getOrElse(source, Vector.empty).filterNot(one => here.exists(_.key == one.key))
+    time = math.max(clock(), time + 1) // strictly increasing: reports use it to find the samples that the driver has
+    val here = sampled.map(process => process.copy(executor = executor, host = host(),
+      samples = process.samples.map(_.copy(time = time))))
+    val ended = current.getOrElse(source, Vector.empty).filterNot(process => here.exists(_.key == process.key))
     current(source) = here
     book.record(here ++ ended.map(_.copy(ended = time)))
   }
 
-  /** A source is gone, and its processes with it. */
-  def gone(source: AnyRef): Unit = synchronized {
+  /** A source has disconnected: its processes have ended. */
+  def disconnected(source: AnyRef): Unit = synchronized {
     if (current.contains(source)) record(source, Vector.empty)
     current -= source
   }
 
-  /** The processes that run, with their last sample. */
+  /** The running processes, each with its last sample. */
   def now: Seq[ProcessView] = synchronized(current.values.flatten.toSeq)
 
-  /** The content of a report, and what to do when the report has arrived; None if there is nothing new. */
-  def untold: Option[(Vector[ProcessView], () => Unit)] = synchronized {
+  /** The processes for the next report, and a callback for its delivery. None if nothing changed. */
+  def unreported: Option[(Vector[ProcessView], () => Unit)] = synchronized {
     val (since, until) = (reported, time)
-    val news = book.views.map(one => one.copy(samples = one.samples.filter(_.time > since)))
-      .filter(one => one.samples.nonEmpty || one.ended > since)
-    Option.when(news.nonEmpty)(news -> (() => synchronized { reported = math.max(reported, until) }))
+    val updates = book.views.map(process => process.copy(samples = process.samples.filter(_.time > since)))
+      .filter(process => process.samples.nonEmpty || process.ended > since)
+    Option.when(updates.nonEmpty)(updates -> (() => synchronized { reported = math.max(reported, until) }))
   }
 }
 
-/** Python processes with their last samples: those that run, and the last ones that ended. Not thread-safe. */
+/** Running Python processes, and those that ended last, each with its last samples. Not thread-safe. */
 private[stagecrew] final class ProcessBook(ended: Int = ProcessBook.Ended) {
   private val running = mutable.LinkedHashMap.empty[(String, Long, Long), ProcessView]
   private val past = new Bounded[(String, Long, Long), ProcessView](ended)()
 
-  /** Takes over newer samples and ends. Repeated ones change nothing. */
-  def record(news: Iterable[ProcessView]): Unit = news.foreach { one =>
-    val before = running.get(one.key).orElse(past.get(one.key)).getOrElse(one.copy(samples = Vector.empty))
+  /** Records newer samples and ends. Repeated ones change nothing. */
+  def record(updates: Iterable[ProcessView]): Unit = updates.foreach { process =>
+    val before = running.get(process.key).orElse(past.get(process.key)).getOrElse(process.copy(samples = Vector.empty))
     val last = before.samples.lastOption.fold(0L)(_.time)
-    val samples = (before.samples ++ one.samples.filter(_.time > last)).takeRight(ProcessBook.Samples)
-    val now = one.copy(samples = samples, ended = math.max(one.ended, before.ended))
-    if (now.ended == 0) running(one.key) = now
+    val samples = (before.samples ++ process.samples.filter(_.time > last)).takeRight(ProcessBook.Samples)
+    val now = process.copy(samples = samples, ended = math.max(process.ended, before.ended))
+    if (now.ended == 0) running(process.key) = now
     else {
-      running -= one.key
-      past(one.key) = now
+      running -= process.key
+      past(process.key) = now
     }
   }
 
-  /** An executor is gone, and its processes with it. */
+  /** An executor is lost: its processes have ended. */
   def lost(executor: String, now: Long): Unit =
     record(running.values.filter(_.executor == executor).toSeq.map(_.copy(ended = now)))
 
@@ -71,7 +72,7 @@ private[stagecrew] final class ProcessBook(ended: Int = ProcessBook.Ended) {
 }
 
 private[stagecrew] object ProcessBook {
-  /** How many samples of a process are kept, and how many processes that have ended. */
+  /** How many samples of each process are kept, and how many ended processes. */
   val Samples = 60
   val Ended = 200
 }

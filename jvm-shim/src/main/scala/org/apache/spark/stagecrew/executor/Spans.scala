@@ -5,11 +5,11 @@ import scala.collection.mutable
 import driver._, ui._
 
 /**
- * The spans of one topology on one executor: the first opens and closes, the slowest of the rest, and the same of
- * tasks. The first ones show how the topology began, and the slowest ones are the most useful. All others are
- * only counted. Guarded by its ledger.
+ * The spans of one topology on one executor: the first opens and closes and the slowest of the later ones, and likewise
+ * for tasks. The first ones show how the topology began, and the slowest ones are the most useful. All others are only
+ * counted. The ledger synchronizes access.
  *
- * Each span has a slot, whose content may be replaced. Reports carry the slots that the driver may not have.
+ * Each span is in a slot, where a slower span may replace it. Reports contain the slots that the driver may not have.
  */
 private[stagecrew] final class SpanLog(first: Int = SpanLog.First, slowest: Int = SpanLog.Slowest) {
   private val unreported = mutable.LongMap.empty[Span]
@@ -23,8 +23,8 @@ private[stagecrew] final class SpanLog(first: Int = SpanLog.First, slowest: Int 
     }
   }
 
-  /** The content of a report, and what to do when the report has arrived. */
-  def untold: (SpanReport, () => Unit) = {
+  /** The content of the next report, and a callback for its delivery. */
+  def report: (SpanReport, () => Unit) = {
     val slots = unreported.toVector.sortBy(_._1).map { case (slot, span) => SpanSlot(slot.toInt, span) }
     SpanReport(total, slots) -> (() => slots.foreach { case SpanSlot(slot, span) =>
       if (unreported.get(slot.toLong).exists(_ eq span)) unreported -= slot.toLong
@@ -40,7 +40,7 @@ private[stagecrew] final class SpanLog(first: Int = SpanLog.First, slowest: Int 
       val free = Option.when(count < first + slowest)(base + count)
       if (free.nonEmpty) count += 1
       val slot = free.orElse(Option.when(quickest.headOption.exists(_._1 < micros))(quickest.dequeue()._2))
-      if (count > first) slot.foreach(one => quickest.enqueue(micros -> one))
+      if (count > first) slot.foreach(kept => quickest.enqueue(micros -> kept))
       slot
     }
   }
@@ -51,14 +51,13 @@ private[stagecrew] object SpanLog {
   val Slowest = 100
 }
 
-/** The spans of one topology on all executors: the last reported content of each slot. Used by the driver's loop
-  * only. */
+/** The spans of one topology on all executors: the last reported span of each slot. Used by the driver's loop only. */
 private[stagecrew] final class SpanBook(limit: Int = SpanBook.PerTopology) {
   private val slots = mutable.LinkedHashMap.empty[(String, Int), (Long, Span)]
-  private val totals = mutable.LinkedHashMap.empty[String, (Long, Long)] // by executor: sequence number, spans recorded
-  private var past = 0L // spans recorded by executors that are forgotten
+  private val totals = mutable.LinkedHashMap.empty[String, (Long, Long)] // by executor: sequence number, recorded spans
+  private var forgotten = 0L // spans recorded by executors that are forgotten
 
-  /** Takes over the spans of a report. A report that is repeated or late changes nothing. */
+  /** Records the spans of a report. A repeated or late report changes nothing. */
   def record(executor: String, sequence: Long, report: SpanReport): Unit = {
     if (totals.get(executor).forall(_._1 < sequence)) totals(executor) = sequence -> report.total
     report.slots.foreach { case SpanSlot(slot, span) =>
@@ -70,28 +69,29 @@ private[stagecrew] final class SpanBook(limit: Int = SpanBook.PerTopology) {
 
   def size: Int = slots.size
 
-  /** Forgets an executor that is gone. */
-  def forget(executor: String): Unit = totals.remove(executor).foreach(past += _._2)
+  /** Forgets a lost executor. Its spans are kept. */
+  def forget(executor: String): Unit = totals.remove(executor).foreach(forgotten += _._2)
 
-  /** Drops all spans, and keeps their number. */
+  /** Drops all spans, and keeps their count. */
   def clear(): Unit = slots.clear()
 
   def spans: Vector[Span] = slots.valuesIterator.map(_._2).toVector.sortBy(_.started)
 
-  /** How many spans were recorded and are not kept. */
-  def dropped: Long = totals.valuesIterator.map(_._2).sum + past - slots.size
+  /** How many spans were recorded, but are not kept. */
+  def dropped: Long = totals.valuesIterator.map(_._2).sum + forgotten - slots.size
 }
 
 private[stagecrew] object SpanBook {
-  /** How many spans are kept of one topology, and of all. Topologies that closed first lose theirs first. */
+  /** How many spans are kept for one topology, and for all together. The topologies that closed first lose theirs
+    * first. */
   val PerTopology = 2000
   val InAll = 100000
 
   def trim(topologies: Iterable[Topology], inAll: Int = InAll): Unit = {
-    var left = topologies.iterator.map(_.spans.size).sum
-    val closed = topologies.filter(one => one.state == "closed" && one.spans.size > 0).toSeq.sortBy(_.ended)
-    closed.iterator.takeWhile(_ => left > inAll).foreach { topology =>
-      left -= topology.spans.size
+    var remaining = topologies.iterator.map(_.spans.size).sum
+    val closed = topologies.filter(t => t.state == "closed" && t.spans.size > 0).toSeq.sortBy(_.ended)
+    closed.iterator.takeWhile(_ => remaining > inAll).foreach { topology =>
+      remaining -= topology.spans.size
       topology.spans.clear()
       topology.changed()
     }

@@ -4,15 +4,15 @@ package executor
 import scala.collection.mutable
 
 /**
- * Which attempts run under which topologies on one executor: a pure state machine, without Spark, sockets or a clock.
+ * The attempts of each topology on one executor: a pure state machine, without Spark, sockets or a clock.
  *
  * {{{
  *   active --end--> closing --(no attempt left)--> quiescent --forget--> closed
  * }}}
  *
- * Live attempts are a set, with idempotent `begin` and `finish`, never a counter. An attempt that begins for a closing
- * or closed topology is booked without it, so that a quiescent topology gets no attempt again. Spark starts such tasks:
- * a map stage that two jobs share runs with the properties of the first. Nothing is called while the lock is held.
+ * Live attempts are a set, never a counter, and `begin` and `finish` are idempotent. An attempt that begins for a
+ * closing or closed topology is not booked under it, so a quiescent topology never gets another attempt. Spark starts
+ * such tasks: a map stage that two jobs share runs with the properties of the first job. Thread-safe.
  */
 final class TopologyTable {
   import TopologyTable._
@@ -22,14 +22,14 @@ final class TopologyTable {
   private val closing = mutable.HashSet.empty[String]
   private val closed = new Bounded[String, Unit](RememberedClosed)()
 
-  /** Books an attempt under these topologies, outermost first. Returns those that it was booked under. */
+  /** Books an attempt under the active ones of these topologies, outermost first. Returns them. */
   def begin(attempt: Long, chain: Seq[String]): Seq[String] = synchronized(chains.getOrElseUpdate(attempt, {
     val live = chain.filter(active)
     live.foreach(topology => attempts.getOrElseUpdate(topology, mutable.HashSet.empty) += attempt)
     live
   }))
 
-  /** The attempt has ended. Returns the topologies that became quiescent by it. */
+  /** The attempt has ended. Returns the topologies that this made quiescent. */
   def finish(attempt: Long): Seq[String] = synchronized {
     chains.remove(attempt).getOrElse(Nil).filter { topology =>
       val live = attempts(topology)
@@ -45,9 +45,9 @@ final class TopologyTable {
     !attempts.contains(topology)
   }
 
-  /** Everything of a quiescent topology is closed. */
+  /** A quiescent topology is closed now. */
   def forget(topology: String): Unit = synchronized {
-    require(!attempts.contains(topology), s"attempts of topology $topology are live")
+    require(!attempts.contains(topology), s"topology $topology has live attempts")
     closing -= topology
     closed(topology) = ()
   }
@@ -66,6 +66,6 @@ final class TopologyTable {
 }
 
 object TopologyTable {
-  /** How many closed topologies an executor remembers. It asks the driver about older ones. */
+  /** How many closed topologies an executor remembers. For older ones it asks the driver. */
   val RememberedClosed = 10000
 }

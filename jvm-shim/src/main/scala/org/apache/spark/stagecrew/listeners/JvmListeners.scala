@@ -7,56 +7,58 @@ import org.apache.spark.TaskContext
 import stagecrew.{TopologyContext, TopologyListener}
 import executor._, ui._, wire._
 
-/** The context of listeners in the JVM. */
-final case class Where(
+/** The context that JVM listeners receive. */
+final case class ListenerContext(
     application: String, topology: String, topologyId: String, executor: String, host: String,
     configuration: JMap[String, String]) extends TopologyContext
 
-/** A listener could not be opened, or not in time. The cause is the exception of the listener. */
+/** A hook of a JVM listener failed or timed out, or the listener could not be created. */
 final class OpenFailedException(val listener: String, message: String, cause: Throwable)
   extends Exception(message, cause)
 
-/** The JVM listeners of one topology on one executor, opened in order. Hooks run in `pool`, with a timeout. */
+/** The JVM listeners of one topology on one executor. They open in order. `open` and `close` run in `pool`, with a
+  * timeout. */
 final class JvmListeners(
-    entries: Vector[Entry], where: Where, settings: Settings, ledger: Ledger, pool: ExecutorService) {
+    entries: Vector[Entry], context: ListenerContext, settings: Settings, ledger: Ledger, pool: ExecutorService) {
 
   private var opened = Vector.empty[(Entry, TopologyListener)]
 
-  /** Opens all of them. If one fails, closes those that were opened, and throws `OpenFailedException`. */
+  /** Opens all listeners. If one fails, closes those that were opened, and throws `OpenFailedException`. */
   def open(): Unit = try {
     entries.foreach { entry =>
       val listener = instance(entry)
       count(entry)(c => c.copy(opens = c.opens + 1))
       opened = opened :+ (entry -> listener)
-      called(entry, "open", settings.openTimeoutMs)(listener.open(where))
+      callHook(entry, "open", settings.openTimeoutMs)(listener.open(context))
     }
   } catch {
-    case failed: OpenFailedException => // also if one cannot be created: those before it are open
+    case failed: OpenFailedException => // also if a listener cannot be created: the previous ones are open
       close()
       throw failed
   }
 
-  /** Enters the decorations of a task. Returns their scopes, the innermost first. */
+  /** Calls `decorate` of all listeners. Returns their scopes, innermost first. */
   def decorate(task: TaskContext): List[(Entry, AutoCloseable)] = {
     var scopes = List.empty[(Entry, AutoCloseable)]
     opened.foreach { case (entry, listener) =>
-      try Option(listener.decorate(where, task)).foreach(scope => scopes = (entry -> scope) :: scopes)
+      try Option(listener.decorate(context, task)).foreach(scope => scopes = (entry -> scope) :: scopes)
       catch {
         case error: Throwable =>
           leave(scopes)
-          failed(entry, error)
+          recordFailure(entry, error)
           throw new OpenFailedException(entry.name,
-            s"decorate of ${what(entry)} failed: ${TaskRejection.text(error)}", error)
+            s"decorate of ${describe(entry)} failed: ${TaskRejection.text(error)}", error)
       }
     }
     scopes
   }
 
+  /** Closes the scopes that `decorate` returned. A failure does not stop the others. */
   def leave(scopes: List[(Entry, AutoCloseable)]): Unit = scopes.foreach { case (entry, scope) =>
     try scope.close() catch {
       case error: Throwable =>
-        failed(entry, error)
-        Log.log.warn(s"the end of decorate of ${what(entry)} failed", error)
+        recordFailure(entry, error)
+        Log.log.warn(s"closing the decoration of ${describe(entry)} failed", error)
     }
   }
 
@@ -65,9 +67,9 @@ final class JvmListeners(
     val closing = opened.reverse
     opened = Vector.empty
     closing.foreach { case (entry, listener) =>
-      try called(entry, "close", settings.closeTimeoutMs)(listener.close(where))
+      try callHook(entry, "close", settings.closeTimeoutMs)(listener.close(context))
       catch { case error: OpenFailedException => Log.log.warn(error.getMessage, error.getCause) }
-      finally count(entry)(c => c.copy(closes = c.closes + 1)) // after it: until then the listener is open
+      finally count(entry)(c => c.copy(closes = c.closes + 1)) // the listener counts as open until its close returns
     }
   }
 
@@ -79,45 +81,45 @@ final class JvmListeners(
     }
   } catch {
     case error: Throwable =>
-      failed(entry, error)
+      recordFailure(entry, error)
       throw new OpenFailedException(entry.name,
-        s"${what(entry)} cannot be created: ${TaskRejection.text(error)}. Is the class in a jar that the executors " +
-          "have, with a public constructor without parameters?", error)
+        s"${describe(entry)} cannot be created: ${TaskRejection.text(error)}. Its class must be in a jar of the " +
+          "executors, and have a public constructor without parameters", error)
   }
 
-  private def called(entry: Entry, hook: String, timeoutMs: Long)(f: => Unit): Unit = {
+  private def callHook(entry: Entry, hook: String, timeoutMs: Long)(f: => Unit): Unit = {
     val started = System.nanoTime()
-    def took(failed: Boolean): Unit = {
+    def record(failed: Boolean): Unit = {
       val micros = (System.nanoTime() - started) / 1000
-      ledger.span(where.topologyId, hook, entry.name, micros, failed)
-      count(entry)(_.took(hook, micros))
+      ledger.span(context.topologyId, hook, entry.name, micros, failed)
+      count(entry)(_.withDuration(hook, micros))
     }
-    val call = pool.submit((() => f): Runnable)
+    val running = pool.submit((() => f): Runnable)
     try {
-      call.get(timeoutMs, TimeUnit.MILLISECONDS)
-      took(failed = false)
+      running.get(timeoutMs, TimeUnit.MILLISECONDS)
+      record(failed = false)
     } catch {
       case error: Throwable =>
-        call.cancel(true)
-        took(failed = true)
+        running.cancel(true)
+        record(failed = true)
         val (message, cause) = error match {
           case failed: ExecutionException =>
-            s"$hook of ${what(entry)} failed: ${TaskRejection.text(failed.getCause)}" -> failed.getCause
-          case late: TimeoutException =>
-            s"$hook of ${what(entry)} took longer than $timeoutMs ms and was interrupted" -> late
-          case other => s"$hook of ${what(entry)} was interrupted" -> other
+            s"$hook of ${describe(entry)} failed: ${TaskRejection.text(failed.getCause)}" -> failed.getCause
+          case timeout: TimeoutException =>
+            s"$hook of ${describe(entry)} took longer than $timeoutMs ms and was interrupted" -> timeout
+          case other => s"$hook of ${describe(entry)} was interrupted" -> other
         }
-        failed(entry, cause)
+        recordFailure(entry, cause)
         throw new OpenFailedException(entry.name, message, cause)
     }
   }
 
-  private def failed(entry: Entry, error: Throwable): Unit =
-    count(entry)(_.failed(Show.cut(TaskRejection.text(error), ListenerCounts.ErrorLength), ""))
+  private def recordFailure(entry: Entry, error: Throwable): Unit =
+    count(entry)(_.withFailure(Show.cut(TaskRejection.text(error), ListenerCounts.ErrorLength), ""))
 
   private def count(entry: Entry)(f: ListenerCounts => ListenerCounts): Unit =
-    ledger.listener(where.topologyId, entry.index, entry.name, "jvm")(f)
+    ledger.listener(context.topologyId, entry.index, entry.name, "jvm")(f)
 
-  private def what(entry: Entry): String =
-    s"listener ${entry.name} (topology ${where.topology}, executor ${where.executor}, host ${where.host})"
+  private def describe(entry: Entry): String =
+    s"listener ${entry.name} (topology ${context.topology}, executor ${context.executor}, host ${context.host})"
 }

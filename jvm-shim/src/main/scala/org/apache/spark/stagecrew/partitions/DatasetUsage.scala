@@ -7,12 +7,12 @@ import wire._
 /**
  * Which topologies use which stored datasets (shuffles, or cached datasets, by Spark's ids): a pure state machine.
  *
- * A topology uses the datasets that its jobs write or read. The application, which ends with Spark, uses those of jobs
- * of no topology, and those that are kept.
+ * A topology uses the datasets that its jobs write or read. The application topology uses the datasets of jobs without
+ * a topology, and those that users keep.
  */
 final class DatasetUsage {
   private val users = mutable.HashMap.empty[Int, mutable.LinkedHashSet[String]]
-  // Without the application's, which would grow without end.
+  // Without the datasets of the application, because they would grow without limit.
   private val used = mutable.HashMap.empty[String, mutable.LinkedHashSet[Int]]
 
   def use(topology: String, datasets: Iterable[Int]): Unit = datasets.foreach { dataset =>
@@ -20,21 +20,22 @@ final class DatasetUsage {
     if (topology != Description.Application) used.getOrElseUpdate(topology, mutable.LinkedHashSet.empty) += dataset
   }
 
-  /** The topology has ended. Returns the datasets that only it used, and for each other dataset a topology that uses
-    * it. */
+  /** The topology has ended. Returns the datasets that no other topology uses, and for each of its other datasets the
+    * heir: a topology that uses it. */
   def end(topology: String): (Seq[Int], Map[Int, String]) = {
-    val mine = used.remove(topology).toSeq.flatten
-    mine.foreach(dataset => users.get(dataset).foreach { by =>
-      by -= topology
-      if (by.isEmpty) users -= dataset
+    val datasets = used.remove(topology).toSeq.flatten
+    datasets.foreach(dataset => users.get(dataset).foreach { topologies =>
+      topologies -= topology
+      if (topologies.isEmpty) users -= dataset
     })
-    val (passed, alone) = mine.partition(users.contains)
-    (alone, passed.map(dataset => dataset -> heir(dataset).get).toMap)
+    val (shared, exclusive) = datasets.partition(users.contains)
+    (exclusive, shared.map(dataset => dataset -> heir(dataset).get).toMap)
   }
 
-  /** A user of a dataset: a named topology rather than the application, which deletes nothing. */
+  /** A topology that uses a dataset. The application only if no other does, because its partitions are
+    * never released. */
   def heir(dataset: Int): Option[String] =
-    users.get(dataset).flatMap(by => by.find(_ != Description.Application).orElse(by.headOption))
+    users.get(dataset).flatMap(ids => ids.find(_ != Description.Application).orElse(ids.headOption))
 
   /** Forgets datasets that are no longer registered. */
   def prune(registered: Int => Boolean): Unit = users.keys.filterNot(registered).toSeq.foreach { dataset =>

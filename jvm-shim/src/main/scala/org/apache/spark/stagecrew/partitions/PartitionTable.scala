@@ -4,41 +4,41 @@ package partitions
 import scala.collection.mutable
 import executor._, wire._
 
-/** One map task's shuffle output; the id of its map is that of the attempt that wrote it. */
+/** The shuffle output of one map task. `map` is the id of the attempt that wrote it. */
 final case class Output(shuffle: Int, map: Long)
 
 /** One block of a cached dataset. */
 final case class CachedBlock(rdd: Int, partition: Int)
 
 /**
- * The partitions that a topology's end releases on an executor. Shuffles that other topologies use pass to one of them;
- * None is the application, whose partitions are Spark's business. Other outputs are deleted if `outputs` is set, and
- * blocks if `blocks` is set, except those of datasets that others use. Outputs of the `unclaimed` shuffles that are
- * booked for the application are deleted too: nobody uses these shuffles any more.
+ * The partitions that an executor releases at the end of a topology. A shuffle that other topologies use passes to one
+ * of them, its heir. The heir None is the application: Spark manages its partitions. Other outputs are deleted if
+ * `outputs` is set. Cached blocks are deleted if `blocks` is set, except those of `keptCaches`, which other topologies
+ * use. No topology uses the `unclaimed` shuffles: their outputs that are booked under the application are deleted too.
  */
 final case class Ending(
     outputs: Boolean, blocks: Boolean = false, heirs: Map[Int, Option[String]] = Map.empty,
     keptCaches: Set[Int] = Set.empty, unclaimed: Set[Int] = Set.empty)
 
-/** Partitions of a topology that must be deleted, with their bytes. The driver releases the cached datasets. */
-final case class Taken(outputs: Map[Output, Long] = Map.empty, blocks: Map[CachedBlock, Long] = Map.empty) {
+/** Partitions of a topology that must be deleted, with their sizes. The driver unpersists the cached datasets. */
+final case class Deletions(outputs: Map[Output, Long] = Map.empty, blocks: Map[CachedBlock, Long] = Map.empty) {
   def caches: Set[Int] = blocks.keySet.map(_.rdd)
 }
 
 /**
- * Which partitions are stored on one executor, by topology: a pure state machine, without Spark, files or a clock.
+ * The stored partitions of each topology on one executor: a pure state machine, without Spark, files or a clock.
  *
  * {{{
- *   set up --finished--> finished --end--> (passes to a topology that uses it, at once) --take--> deleted
+ *   set up --finished--> finished --end--> (passes to an heir immediately, if there is one) --release--> deleted
  *      \--failed, or its attempt has ended--> forgotten
- *      \--finished, its topology has ended--> passes to another topology, or the task's own thread deletes it
+ *      \--finished, but its topology has ended--> passes to an heir, or the task's thread deletes it
  * }}}
  *
- * Partitions in progress are never touched from outside. Every set is live, and nothing else is counted. Each operation
- * takes the same time however much is stored. Unknown ids are ignored. Nothing is called while the lock is held.
+ * Only its own task ends a partition in progress. Counts are derived from sets of live partitions. The time of an
+ * operation does not depend on the number of stored partitions. Unknown ids are ignored. Thread-safe.
  *
- * It follows Flink's TaskExecutorPartitionTracker and PartitionTable, but is keyed by topology, and uses the ends of
- * attempts as the signal that always comes: SortShuffleWriter never calls abort.
+ * It follows Flink's TaskExecutorPartitionTracker and PartitionTable, but its keys are topologies. The end of an
+ * attempt is the signal for an unfinished output, because SortShuffleWriter never calls abort.
  */
 final class PartitionTable {
   private final class Outputs {
@@ -72,20 +72,20 @@ final class PartitionTable {
   private val holdings = mutable.HashMap.empty[String, Holding]
   private val attempts = mutable.HashMap.empty[Long, Attempt] // only those with outputs in progress
   private val endings = mutable.HashMap.empty[String, Ending]
-  private val touched = mutable.HashSet.empty[String]
-  private var abandoned = false
+  private val changedTopologies = mutable.HashSet.empty[String]
+  private var driverIsLost = false
 
   /** An attempt of this topology begins to write an output. */
   def setUp(attempt: Long, owner: String, output: Output): Unit = synchronized {
     attempts.getOrElseUpdate(attempt, new Attempt(owner)).outputs += output
-    touched += owner
+    changedTopologies += owner
   }
 
-  /** The output is written. Returns its topology if that has ended and no other topology uses the output: then the
-    * caller deletes it. */
+  /** The output is written. Returns its topology if the caller must delete the output: the topology has ended, and no
+    * other topology uses the output. */
   def finished(attempt: Long, output: Output, bytes: Long): Option[String] = synchronized {
     remove(attempt, output).flatMap { owner =>
-      val ending = if (abandoned) Some(Ending(outputs = true)) else endings.get(owner)
+      val ending = if (driverIsLost) Some(Ending(outputs = true)) else endings.get(owner)
       ending match {
         case None => add(owner, output, bytes); None
         case Some(end) => end.heirs.get(output.shuffle) match {
@@ -99,34 +99,34 @@ final class PartitionTable {
   /** The attempt failed to write the output. */
   def failed(attempt: Long, output: Output): Unit = synchronized { remove(attempt, output); () }
 
-  /** The attempt has ended: outputs that it set up and did not finish are forgotten. */
-  def over(attempt: Long): Unit = synchronized {
-    attempts.remove(attempt).foreach(gone => touched += gone.owner)
+  /** The attempt has ended: its unfinished outputs are forgotten. */
+  def attemptEnded(attempt: Long): Unit = synchronized {
+    attempts.remove(attempt).foreach(gone => changedTopologies += gone.owner)
   }
 
   /** An attempt stored a block, or dropped it (`None`). */
   def block(owner: String, block: CachedBlock, bytes: Option[Long]): Unit = synchronized {
     bytes match {
-      case Some(size) if !endings.contains(owner) && !abandoned =>
+      case Some(size) if !endings.contains(owner) && !driverIsLost =>
         val holding = holdings.getOrElseUpdate(owner, new Holding)
         holding.blockBytes += size - holding.blocks.put(block, size).getOrElse(0L)
-        touched += owner
+        changedTopologies += owner
       case Some(_) => ()
       case None => holdings.foreach { case (topology, holding) =>
         holding.blocks.remove(block).foreach { size =>
           holding.blockBytes -= size
-          touched += topology
+          changedTopologies += topology
         }
       }
         prune()
     }
   }
 
-  /** The topology has ended. Its shuffles pass to other topologies that use them, also those that finish later.
-    * Other outputs that finish later are deleted at once. */
+  /** The topology has ended. Outputs of shuffles that other topologies use pass to these, even if they finish later.
+    * Other outputs that finish later are deleted immediately. */
   def end(topology: String, ending: Ending): Unit = synchronized {
     if (!endings.contains(topology)) {
-      // An heir may have ended itself, before or after this: then its own heir gets the shuffle.
+      // If the heir itself has ended, or ends later, its own heir gets the shuffle.
       val heirs = ending.heirs.flatMap { case (shuffle, heir) => successor(heir, shuffle).map(shuffle -> _) }
       endings(topology) = ending.copy(heirs = heirs)
       endings.mapValuesInPlace((_, other) =>
@@ -135,77 +135,78 @@ final class PartitionTable {
       heirs.foreach { case (shuffle, heir) => holdings.get(topology).foreach(move(_, shuffle, heir)) }
       ending.unclaimed.foreach(shuffle =>
         holdings.get(Description.Application).foreach(move(_, shuffle, Some(topology))))
-      touched += topology
+      changedTopologies += topology
       prune()
     }
   }
 
-  /** The heir of an heir that may have ended. None if that released the shuffle. */
+  /** Follows heirs that have ended to one that has not. None if an ended heir released the shuffle. */
   private def successor(heir: Option[String], shuffle: Int): Option[Option[String]] = heir.flatMap(endings.get) match {
     case None => Some(heir)
     case Some(ended) => ended.heirs.get(shuffle).orElse(if (ended.outputs) None else Some(None))
   }
 
-  private def move(from: Holding, shuffle: Int, heir: Option[String]): Unit = from.remove(shuffle).foreach { passed =>
-    heir.foreach(to => passed.maps.foreach { case (map, bytes) => add(to, Output(shuffle, map), bytes) })
+  private def move(from: Holding, shuffle: Int, heir: Option[String]): Unit = from.remove(shuffle).foreach { moved =>
+    heir.foreach(to => moved.maps.foreach { case (map, bytes) => add(to, Output(shuffle, map), bytes) })
   }
 
-  /** Nobody uses these shuffles: takes the outputs that are booked for the application. */
-  def unclaimed(shuffles: Iterable[Int]): Taken = synchronized {
+  /** No topology uses these shuffles: removes and returns the outputs that are booked under the application. */
+  def unclaimed(shuffles: Iterable[Int]): Deletions = synchronized {
     holdings.get(Description.Application) match {
-      case None => Taken()
+      case None => Deletions()
       case Some(holding) =>
-        touched += Description.Application
-        val taken = shuffles.toSeq.flatMap(shuffle => holding.remove(shuffle).toSeq.flatMap(written(shuffle, _))).toMap
+        changedTopologies += Description.Application
+        val outputs = shuffles.toSeq.flatMap(shuffle => holding.remove(shuffle).toSeq.flatMap(written(shuffle, _)))
         prune()
-        Taken(taken)
+        Deletions(outputs.toMap)
     }
   }
 
-  /** Whether the topology has partitions, stored or in progress. */
+  /** Whether the topology has stored partitions or partitions in progress. */
   def has(topology: String): Boolean =
     synchronized(holdings.contains(topology) || attempts.valuesIterator.exists(_.owner == topology))
 
-  /** The topology has no attempts any more. Returns the partitions that must be deleted. If the driver has not ended
-    * the topology, everything stays booked: the executor ends, and `abandon` takes it if the driver is gone. */
-  def take(topology: String): Taken = synchronized {
+  /** The topology has no attempts any more. Removes its partitions, and returns those that must be deleted. If the
+    * driver has not ended the topology, this executor is shutting down, and the partitions remain booked: `driverLost`
+    * returns them if the driver is lost. */
+  def release(topology: String): Deletions = synchronized {
     (for (ending <- endings.remove(topology); holding <- holdings.remove(topology)) yield {
-      touched += topology
-      Taken(if (ending.outputs) all(holding).toMap else Map.empty,
+      changedTopologies += topology
+      Deletions(if (ending.outputs) all(holding).toMap else Map.empty,
         if (ending.blocks) holding.blocks.toMap.filterNot { case (block, _) => ending.keptCaches(block.rdd) }
           else Map.empty)
-    }).getOrElse(Taken())
+    }).getOrElse(Deletions())
   }
 
-  /** The driver is gone: nobody uses anything any more. Returns the outputs that must be deleted. Outputs that
-    * finish later are deleted too. */
-  def abandon(): Seq[Output] = synchronized {
-    abandoned = true
+  /** The driver is lost, so nothing uses the partitions any more. Returns the outputs that must be deleted. Outputs
+    * that finish later are deleted too. */
+  def driverLost(): Seq[Output] = synchronized {
+    driverIsLost = true
     val outputs = holdings.values.toSeq.flatMap(all).map(_._1)
-    touched ++= holdings.keys
+    changedTopologies ++= holdings.keys
     holdings.clear()
     endings.clear()
     outputs
   }
 
-  /** These datasets are no longer registered: Spark has deleted them. */
+  /** Forgets datasets that Spark has deleted. */
   def forget(shuffles: Iterable[Int], caches: Iterable[Int]): Unit = synchronized {
     val gone = caches.toSet
     holdings.foreach { case (topology, holding) =>
-      shuffles.foreach(shuffle => if (holding.remove(shuffle).nonEmpty) touched += topology)
+      shuffles.foreach(shuffle => if (holding.remove(shuffle).nonEmpty) changedTopologies += topology)
       if (gone.nonEmpty) holding.blocks.filterInPlace { (block, size) =>
-        val stays = !gone(block.rdd)
-        if (!stays) {
+        val remains = !gone(block.rdd)
+        if (!remains) {
           holding.blockBytes -= size
-          touched += topology
+          changedTopologies += topology
         }
-        stays
+        remains
       }
     }
     prune()
   }
 
-  /** The partitions of a topology. */
+  /** The counts of the partitions of a topology. */
   def stored(topology: String): PartitionCounts = synchronized {
     val inProgress = attempts.valuesIterator.filter(_.owner == topology).map(_.outputs.size.toLong).sum
     holdings.get(topology).map(h =>
@@ -220,8 +221,8 @@ final class PartitionTable {
 
   /** The topologies that changed since the last call. */
   def changed(): Set[String] = synchronized {
-    val found = touched.toSet
-    touched.clear()
+    val found = changedTopologies.toSet
+    changedTopologies.clear()
     found
   }
 
@@ -229,15 +230,15 @@ final class PartitionTable {
 
   private def add(owner: String, output: Output, bytes: Long): Unit = {
     holdings.getOrElseUpdate(owner, new Holding).add(output, bytes)
-    touched += owner
+    changedTopologies += owner
   }
 
   private def remove(attempt: Long, output: Output): Option[String] =
     attempts.get(attempt).filter(_.outputs.remove(output)).map { found =>
-    if (found.outputs.isEmpty) attempts -= attempt
-    touched += found.owner
-    found.owner
-  }
+      if (found.outputs.isEmpty) attempts -= attempt
+      changedTopologies += found.owner
+      found.owner
+    }
 
   private def all(holding: Holding): Iterator[(Output, Long)] =
     holding.shuffles.iterator.flatMap { case (shuffle, outputs) => written(shuffle, outputs) }

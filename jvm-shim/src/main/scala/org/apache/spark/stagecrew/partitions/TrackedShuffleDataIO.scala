@@ -9,9 +9,9 @@ import org.apache.spark.shuffle.api.metadata.MapOutputCommitMessage
 import spark._
 
 /**
- * Wraps the configured ShuffleDataIO, and books its outputs in this executor's `Partitions`. Writers of partitions are
- * the delegate's own, so data is not copied. Outputs of a delegate that stores them outside the executors' disks, and
- * those of a shuffle manager that is not Spark's, are not booked.
+ * Wraps the configured ShuffleDataIO (the delegate), and books its outputs in this executor's `Partitions`. Data is not
+ * copied, because the delegate writes it. Outputs are not booked if the delegate stores them outside the executors'
+ * disks, or if the shuffle manager is not Spark's own.
  */
 final class TrackedShuffleDataIO(conf: SparkConf) extends ShuffleDataIO {
   import TrackedShuffleDataIO._
@@ -46,12 +46,12 @@ object TrackedShuffleDataIO {
     override def supportsReliableStorage(): Boolean = delegate.supportsReliableStorage()
   }
 
-  private final class TrackedExecutor(delegate: ShuffleExecutorComponents, sparks: Boolean)
+  private final class TrackedExecutor(delegate: ShuffleExecutorComponents, usesSparkManager: Boolean)
     extends ShuffleExecutorComponents {
-    private var here = sparks
+    private var tracked = usesSparkManager
 
     override def initializeExecutor(application: String, executor: String, config: JMap[String, String]): Unit = {
-      here = sparks && !"true".equals(config.get(ElsewhereKey))
+      tracked = usesSparkManager && !"true".equals(config.get(ElsewhereKey))
       delegate.initializeExecutor(application, executor, config)
     }
 
@@ -59,7 +59,7 @@ object TrackedShuffleDataIO {
       booked(shuffle, map) match {
         case None => delegate.createMapOutputWriter(shuffle, map, partitions)
         case Some(booking) =>
-          val writer = booking.unlessItFails(delegate.createMapOutputWriter(shuffle, map, partitions))
+          val writer = booking.reportingFailure(delegate.createMapOutputWriter(shuffle, map, partitions))
           new ShuffleMapOutputWriter {
             override def getPartitionWriter(partition: Int): ShufflePartitionWriter =
               writer.getPartitionWriter(partition)
@@ -80,14 +80,14 @@ object TrackedShuffleDataIO {
         case None => writer
         case Some(booking) => Optional.of(new SingleSpillShuffleMapOutputWriter {
           override def transferMapSpillFile(file: File, lengths: Array[Long], checksums: Array[Long]): Unit = {
-            booking.unlessItFails(writer.get.transferMapSpillFile(file, lengths, checksums))
+            booking.reportingFailure(writer.get.transferMapSpillFile(file, lengths, checksums))
             booking.finished(lengths)
           }
         })
       }
     }
 
-    private def booked(shuffle: Int, map: Long): Option[Partitions.Booking] = if (!here) None else for {
+    private def booked(shuffle: Int, map: Long): Option[Partitions.Booking] = if (!tracked) None else for {
       partitions <- Partitions.here
       task <- Option(TaskContext.get())
       booking <- partitions.setUp(task.taskAttemptId(), Output(shuffle, map))

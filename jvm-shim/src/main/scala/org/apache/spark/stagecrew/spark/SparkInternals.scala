@@ -24,8 +24,9 @@ import org.apache.spark.util.{ShutdownHookManager, Utils}
 import partitions._
 
 /**
- * The door to Spark's private API, with `Rpc`, `SparkUi`, `StagecrewScheduler`, `StagecrewSql` and `StagecrewPlans`.
- * Each part names the Spark file (of 4.3) that it relies on, so that a new Spark version is the work of these files.
+ * The shim calls Spark's private API only here, and in `Rpc`, `SparkUi`, `StagecrewScheduler`, `StagecrewSql` and
+ * `StagecrewPlans`. Each section names the Spark files (of 4.3) that it relies on. A new Spark version affects only
+ * these files.
  */
 private[stagecrew] object SparkInternals {
 
@@ -33,10 +34,11 @@ private[stagecrew] object SparkInternals {
 
   def localProperties(task: TaskContext): Properties = task.getLocalProperties
 
-  /** Prevents the body of the task: the attempt ends as killed, which Spark does not count. */
+  /** Prevents the body of the task from running: the attempt ends as killed, which Spark does not count as
+    * a failure. */
   def markInterrupted(task: TaskContext, reason: String): Unit = task.markInterrupted(reason)
 
-  /** The blocks of cached datasets that a task stored, with their sizes, or dropped:
+  /** The blocks of cached datasets that a task stored, with their sizes, or dropped (None):
     * core/executor/TaskMetrics.scala. */
   def updatedBlocks(task: TaskContext): Seq[(CachedBlock, Option[Long])] =
     if (task.taskMetrics() == null) Nil
@@ -49,8 +51,8 @@ private[stagecrew] object SparkInternals {
   private def resolver: Option[ShuffleBlockResolver] =
     Option(SparkEnv.get.blockingShuffleManager).flatMap(manager => Option(manager.shuffleBlockResolver))
 
-  /** Deletes a map task's files, as core/shuffle/sort/SortShuffleManager.scala does. Returns whether none of them is
-    * left: Spark only logs that it could not delete a file. */
+  /** Deletes the files of a map task like core/shuffle/sort/SortShuffleManager.scala. Returns false if files are left,
+    * because Spark only logs that it could not delete a file. */
   def deleteOutput(output: Output): Boolean = resolver match {
     case Some(resolver: IndexShuffleBlockResolver) =>
       resolver.removeDataByMap(output.shuffle, output.map)
@@ -60,44 +62,45 @@ private[stagecrew] object SparkInternals {
     case _ => false
   }
 
-  /** Whether a block of a cached dataset is on this executor, or a file of it that Spark could not delete:
+  /** Whether this executor stores a block of a cached dataset, or a file of it that Spark could not delete:
     * core/storage/BlockManager.scala. */
   def hasBlock(block: CachedBlock): Boolean = {
     val (manager, id) = (SparkEnv.get.blockManager, RDDBlockId(block.rdd, block.partition))
     manager.getStatus(id).nonEmpty || manager.diskBlockManager.containsBlock(id)
   }
 
-  /** The outputs of these shuffles on this executor's disks, including half of an output that was deleted while the
-    * other half arrived: core/storage/DiskBlockManager.scala. */
+  /** The outputs of these shuffles on this executor's disks. An output may lack its index or data file, if it was
+    * deleted while it was received: core/storage/DiskBlockManager.scala. */
   def outputsOf(shuffles: Set[Int]): Seq[Output] = SparkEnv.get.blockManager.diskBlockManager.getAllBlocks().collect {
     case ShuffleIndexBlockId(shuffle, map, _) => Output(shuffle, map)
     case ShuffleDataBlockId(shuffle, map, _) => Output(shuffle, map)
   }.filter(output => shuffles(output.shuffle)).distinct
 
   /** Whether an executor is being decommissioned: core/scheduler/TaskSchedulerImpl.scala. */
-  def leaves(sc: SparkContext, executor: String): Boolean =
+  def isDecommissioned(sc: SparkContext, executor: String): Boolean =
     sc.taskScheduler.getExecutorDecommissionState(executor).nonEmpty
 
-  /** Whether executors that leave send their outputs to others. */
+  /** Whether decommissioned executors send their outputs to others. */
   def migrates(conf: SparkConf): Boolean =
     conf.get(config.DECOMMISSION_ENABLED) && conf.get(config.STORAGE_DECOMMISSION_SHUFFLE_BLOCKS_ENABLED)
 
-  /** Loads a ShuffleDataIO as core/shuffle/ShuffleDataIOUtils.scala does. */
+  /** Loads a ShuffleDataIO like core/shuffle/ShuffleDataIOUtils.scala. */
   def shuffleDataIO(name: String, conf: SparkConf): ShuffleDataIO =
     Utils.loadExtensions(classOf[ShuffleDataIO], Seq(name), conf).headOption.getOrElse(
-      throw new IllegalArgumentException(s"$name is no ShuffleDataIO"))
+      throw new IllegalArgumentException(s"$name is not a ShuffleDataIO"))
 
   // -- Stored partitions on the driver: core/MapOutputTracker.scala, storage/BlockManagerMasterEndpoint.scala
 
   def shuffleOf(stage: StageInfo): Option[Int] = stage.shuffleDepId
   def cachesOf(stage: StageInfo): Seq[Int] = stage.rddInfos.toSeq.filter(_.storageLevel != StorageLevel.NONE).map(_.id)
 
-  /** Whether Spark's own shuffle manager writes, through its ShuffleDataIO, and each attempt has its own file:
-    * core/shuffle/ShuffleManager.scala. */
-  def sortsShuffles(conf: SparkConf): Boolean = SortShuffleManagers(conf.get(config.SHUFFLE_MANAGER)) && !oldFetch(conf)
+  /** Whether Spark's own shuffle manager writes shuffles through its ShuffleDataIO, in different files for each
+    * attempt: core/shuffle/ShuffleManager.scala. */
+  def sortsShuffles(conf: SparkConf): Boolean =
+    SortShuffleManagers(conf.get(config.SHUFFLE_MANAGER)) && !usesOldFetch(conf)
 
-  /** Whether map outputs are named by partition: then a recomputed output has the name of a released one. */
-  def oldFetch(conf: SparkConf): Boolean = conf.get(config.SHUFFLE_USE_OLD_FETCH_PROTOCOL)
+  /** Whether map outputs are named by partition. A recomputed output then has the same name as the released one. */
+  def usesOldFetch(conf: SparkConf): Boolean = conf.get(config.SHUFFLE_USE_OLD_FETCH_PROTOCOL)
   private val SortShuffleManagers = Set("sort", "tungsten-sort", classOf[SortShuffleManager].getName)
 
   /** Whether shuffles are written through Spark's ShuffleDataIO to the executors' disks: core/SparkContext.scala. */
@@ -110,44 +113,44 @@ private[stagecrew] object SparkInternals {
   def hasOutputs(shuffle: Int): Boolean = tracker.shuffleStatuses.get(shuffle).exists(_.numAvailableMapOutputs > 0)
   def hasCache(sc: SparkContext, rdd: Int): Boolean = sc.persistentRdds.contains(rdd)
 
-  /** The files that a lost executor left with the external shuffle service of its host. */
+  /** Files of a lost executor that the external shuffle service of its host still stores. */
   final case class LeftBlocks(host: String, port: Int, executor: String, blocks: Seq[String])
 
-  /** The executors that the driver's BlockManagerMaster knows. This sends a message to it. */
+  /** The executors that the BlockManagerMaster knows. Sends a message to it. */
   def executorsAlive(): Set[String] = SparkEnv.get.blockManager.master.getMemoryStatus.keySet.map(_.executorId).toSet
 
-  /** Drops all outputs of a shuffle from the tracker. The shuffle stays registered, and its executors may become
+  /** Drops all outputs of a shuffle from the tracker. The shuffle remains registered, and its executors can become
     * idle. Returns the files of lost executors. */
   def dropOutputs(sc: SparkContext, shuffle: Int, alive: => Set[String]): Seq[LeftBlocks] =
     tracker.shuffleStatuses.get(shuffle).toSeq.flatMap { status =>
-      val left = if (!SparkEnv.get.blockManager.externalShuffleServiceEnabled) Nil else {
+      val leftBlocks = if (!SparkEnv.get.blockManager.externalShuffleServiceEnabled) Nil else {
         val outputs = status.withMapStatuses(_.toSeq.filter(_ != null).map(s => s.location -> s.mapId))
-        val gone = outputs.filterNot { case (location, _) => alive(location.executorId) }
-        gone.groupMap(_._1)(_._2).toSeq.map { case (location, maps) =>
+        val lost = outputs.filterNot { case (location, _) => alive(location.executorId) }
+        lost.groupMap(_._1)(_._2).toSeq.map { case (location, maps) =>
           LeftBlocks(location.host, location.port, location.executorId, maps.flatMap(filesOf(sc, shuffle, _)))
         }
       }
       tracker.unregisterAllMapAndMergeOutput(shuffle)
       sc.executorAllocationManager.foreach(_.executorMonitor.shuffleCleaned(shuffle))
-      left
+      leftBlocks
     }
 
   private def filesOf(sc: SparkContext, shuffle: Int, map: Long): Seq[String] = Seq(
     ShuffleDataBlockId(shuffle, map, 0).name, ShuffleIndexBlockId(shuffle, map, 0).name,
     s"${ShuffleChecksumBlockId(shuffle, map, 0).name}.${sc.conf.get(config.SHUFFLE_CHECKSUM_ALGORITHM)}")
 
-  /** Asks an external shuffle service to delete these, and waits: network/shuffle/ExternalBlockStoreClient.java. */
-  def deleteLeft(left: LeftBlocks, timeoutMs: Long): Unit = SparkEnv.get.blockManager.blockStoreClient match {
+  /** Deletes files at an external shuffle service, and waits: network/shuffle/ExternalBlockStoreClient.java. */
+  def deleteLeftBlocks(left: LeftBlocks, timeoutMs: Long): Unit = SparkEnv.get.blockManager.blockStoreClient match {
     case client: ExternalBlockStoreClient =>
       client.removeBlocks(left.host, left.port, left.executor, left.blocks.toArray)
         .get(timeoutMs, TimeUnit.MILLISECONDS)
     case _ => ()
   }
 
-  /** Whether a cached dataset can be released. A local checkpoint cannot: it has no lineage to be recomputed from. */
+  /** Whether a cached dataset can be released. A local checkpoint cannot, because it has no lineage to recompute it. */
   def mayUncache(sc: SparkContext, rdd: Int): Boolean = sc.persistentRdds.get(rdd).exists(!_.isCheckpointed)
 
-  /** Releases a cached dataset, through SQL's cache if it belongs to that. */
+  /** Unpersists a cached dataset. If SQL's CacheManager has it, removes it there. */
   def uncache(sc: SparkContext, rdd: Int): Unit = sc.persistentRdds.get(rdd).foreach { cached =>
     if (!StagecrewPlans.uncache(rdd)) cached.unpersist(blocking = true)
   }
@@ -158,7 +161,7 @@ private[stagecrew] object SparkInternals {
       case dataset: Dataset[_] => StagecrewPlans.stored(dataset)
       case rdd: JavaRDD[_] => StagecrewPlans.Found(rdds = Seq(rdd.rdd))
       case rdd: RDD[_] => StagecrewPlans.Found(rdds = Seq(rdd))
-      case other => throw new IllegalArgumentException(s"a ${other.getClass.getName} is no dataset")
+      case other => throw new IllegalArgumentException(s"a ${other.getClass.getName} is not a dataset")
     }
     val seen = mutable.HashSet.empty[Int]
     val shuffles = mutable.HashSet.from(found.shuffles)
@@ -176,8 +179,8 @@ private[stagecrew] object SparkInternals {
     (shuffles.toSet, caches.toSet)
   }
 
-  /** Keeps an executor from being removed as idle while a topology ends there, as if a task ran on it. Called in the
-    * listener thread of core/scheduler/dynalloc/ExecutorMonitor.scala. */
+  /** Prevents Spark from removing an executor as idle while a topology closes there, as if a task ran on it. Called in
+    * the listener thread of core/scheduler/dynalloc/ExecutorMonitor.scala. */
   def pin(sc: SparkContext, executor: String, begins: Boolean): Unit = sc.executorAllocationManager.foreach { manager =>
     val task = new TaskInfo(-1L, -1, 0, -1, System.currentTimeMillis(), executor, "", TaskLocality.ANY, false)
     if (begins) manager.executorMonitor.onTaskStart(SparkListenerTaskStart(-1, 0, task))
@@ -190,13 +193,13 @@ private[stagecrew] object SparkInternals {
 
   def slots(sc: SparkContext): Int = sc.maxNumConcurrentTasks(sc.resourceProfileManager.defaultResourceProfile)
 
-  /** Adds a listener to the queue of executor management, which always has a listener (HeartbeatReceiver.scala) and
-    * is quick. A queue of our own would cost each start and end of a task another handover between threads. */
+  /** Adds a listener to the queue of executor management, which is always in use (HeartbeatReceiver.scala) and is fast.
+    * With a separate queue, Spark would pass each start and end of a task to another thread. */
   def addListener(sc: SparkContext, listener: SparkListener): Unit = sc.listenerBus.addToManagementQueue(listener)
 
   def post(sc: SparkContext, event: SparkListenerEvent): Unit = sc.listenerBus.post(event)
 
-  /** In local mode the master holds the limit, not the configuration: core/scheduler/TaskSchedulerImpl.scala. */
+  /** In local mode the master URL sets the limit, not the configuration: core/scheduler/TaskSchedulerImpl.scala. */
   def maxTaskFailures(sc: SparkContext): Int = sc.taskScheduler match {
     case scheduler: TaskSchedulerImpl => scheduler.maxTaskFailures
     case _ => sc.conf.getInt("spark.task.maxFailures", 4)
@@ -204,9 +207,9 @@ private[stagecrew] object SparkInternals {
 
   // -- Processes: core/util/ShutdownHookManager.scala, core/api/python/PythonUtils.scala, core/util/Utils.scala
 
-  /** Runs a hook before Spark's own hooks stop the SparkContext (priority 50) and delete folders (25). The driver's
-    * runs before that of core/executor/Executor.scala (100), which ends the executor's plugin: in a local master the
-    * executor must still reply. */
+  /** Adds a shutdown hook that runs before Spark's own hooks stop the SparkContext (priority 50) and delete folders
+    * (25). The driver's hook runs before the hook of core/executor/Executor.scala (100), which ends the plugin of the
+    * executor: in a local master the executor must still reply to the driver. */
   def addShutdownHook(driver: Boolean)(hook: () => Unit): AnyRef = ShutdownHookManager.addShutdownHook(
     10 + (if (driver) ShutdownHookManager.DEFAULT_SHUTDOWN_PRIORITY
       else ShutdownHookManager.SPARK_CONTEXT_SHUTDOWN_PRIORITY))(hook)

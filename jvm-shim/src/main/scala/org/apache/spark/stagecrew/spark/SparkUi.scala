@@ -18,38 +18,38 @@ import org.apache.spark.util.kvstore.{InMemoryStore, KVStore}
 import org.json4s.JValue
 import org.json4s.jackson.JsonMethods
 
-/** A request for a page: the address of the tab, and the parameters. */
+/** A request for a page: the URL of the tab, and the parameters. */
 private[stagecrew] final case class PageRequest(root: String, parameters: Map[String, String] = Map.empty)
 
-/** A page of the tab, at this path below the tab's ("" for the first page). It rejects a request by an
-  * IllegalArgumentException, which Spark returns as status 400. */
+/** A page of the tab. `path` is relative to the tab ("" is the first page). To reject a request, it throws an
+  * IllegalArgumentException, for which Spark returns status 400. */
 private[stagecrew] final case class Page(
     path: String, title: PageRequest => String, html: PageRequest => Seq[Node], json: PageRequest => String)
 
-// core/ui/{WebUI,SparkUI}.scala: the prefix is the tab's path and, capitalized, its name.
+// core/ui/{WebUI,SparkUI}.scala: the prefix is the path of the tab. Capitalized, it is the tab's name.
 private final class PagesTab(ui: SparkUI, prefix: String, pages: Seq[Page]) extends SparkUITab(ui, prefix) {
   pages.foreach(page => attachPage(new TabPage(this, prefix, page)))
 }
 
 private final class TabPage(tab: PagesTab, tabPrefix: String, page: Page) extends WebUIPage(page.path) {
-  override def render(request: HttpServletRequest): Seq[Node] = {
-    val ask = asked(request)
-    val content = page.html(ask) // before the header: a rejected request gets no page
-    UIUtils.headerSparkPage(request, page.title(ask), content, tab)
+  override def render(http: HttpServletRequest): Seq[Node] = {
+    val request = requestOf(http)
+    val content = page.html(request) // before the header, because it may reject the request
+    UIUtils.headerSparkPage(http, page.title(request), content, tab)
   }
 
-  override def renderJson(request: HttpServletRequest): JValue = JsonMethods.parse(page.json(asked(request)))
+  override def renderJson(http: HttpServletRequest): JValue = JsonMethods.parse(page.json(requestOf(http)))
 
-  private def asked(request: HttpServletRequest): PageRequest = PageRequest(
-    s"${UIUtils.prependBaseUri(request, tab.basePath)}/$tabPrefix",
-    request.getParameterNames.asScala.map(name => name -> request.getParameter(name)).toMap)
+  private def requestOf(http: HttpServletRequest): PageRequest = PageRequest(
+    s"${UIUtils.prependBaseUri(http, tab.basePath)}/$tabPrefix",
+    http.getParameterNames.asScala.map(name => name -> http.getParameter(name)).toMap)
 }
 
-/** The part of a table to show. Without a column the table keeps its own order. */
+/** The rows of a table to show. Without a column, the rows are in their original order. */
 private[stagecrew] final case class Paging(page: Int, size: Int, column: Option[String], descending: Boolean)
 
-/** A table like those of Spark's own pages: core/ui/PagedTable.scala. `rows` are sorted. `link` is a path with a
-  * query, to which the table adds its own parameters, whose names begin with its tag. */
+/** A table like those of Spark's own pages: core/ui/PagedTable.scala. `rows` are already sorted. `link` is a path with
+  * a query. The table appends its own parameters, whose names begin with its tag. */
 private[stagecrew] final class SparkTable[T](
     tag: String, header: Seq[(String, Boolean, Option[String])], rows: IndexedSeq[T],
     cells: T => Seq[Node], link: String, paging: Paging) extends PagedTable[T] {
@@ -69,45 +69,46 @@ private[stagecrew] final class SparkTable[T](
   override def goButtonFormPath: String = s"$link$order#$tableId"
   override def headers: Seq[Node] =
     headerRow(header, paging.descending, paging.size, paging.column.getOrElse(""), link, tag, tableId)
-  override def row(one: T): Seq[Node] = <tr>{cells(one)}</tr>
+  override def row(row: T): Seq[Node] = <tr>{cells(row)}</tr>
 
-  /** All rows, without the controls that turn pages. */
-  def whole: Seq[Node] = <table class={tableCssClass} id={tableId}>{headers}<tbody>{rows.map(row)}</tbody></table>
-  def part: Seq[Node] = table(paging.page)
+  /** All rows, without page controls. */
+  def allRows: Seq[Node] = <table class={tableCssClass} id={tableId}>{headers}<tbody>{rows.map(row)}</tbody></table>
+  /** One page of rows, with page controls. */
+  def onePage: Seq[Node] = table(paging.page)
 }
 
-/** The objects of one type in the store of an application: core/status/{ElementTrackingStore,KVUtils}.scala,
+/** The objects of one type in the KVStore of an application: core/status/{ElementTrackingStore,KVUtils}.scala,
   * util/kvstore. */
-private[stagecrew] final class TypedStore[T](store: KVStore, what: Class[T]) {
-  def write(one: T): Unit = store match {
-    case tracking: ElementTrackingStore => tracking.write(one, checkTriggers = true); ()
-    case other => other.write(one)
+private[stagecrew] final class TypedStore[T](store: KVStore, valueClass: Class[T]) {
+  def write(value: T): Unit = store match {
+    case tracking: ElementTrackingStore => tracking.write(value, checkTriggers = true); ()
+    case other => other.write(value)
   }
-  def delete(key: String): Unit = store.delete(what, key)
-  def all: Seq[T] = KVUtils.viewToSeq(store.view(what))
-  def count: Long = store.count(what)
+  def delete(key: String): Unit = store.delete(valueClass, key)
+  def all: Seq[T] = KVUtils.viewToSeq(store.view(valueClass))
+  def count: Long = store.count(valueClass)
 }
 
-/** core/status/AppHistoryServerPlugin.scala: the History Server makes one for each application. */
-private[stagecrew] abstract class HistoryTab[T](prefix: String, what: Class[T]) extends AppHistoryServerPlugin {
-  /** Handles the events of the log. */
-  def listener(conf: SparkConf, kept: TypedStore[T]): SparkListener
-  /** Called if the log has something to show. */
-  def pages(kept: TypedStore[T]): Seq[Page]
+/** A tab in the History Server: core/status/AppHistoryServerPlugin.scala. */
+private[stagecrew] abstract class HistoryTab[T](prefix: String, valueClass: Class[T]) extends AppHistoryServerPlugin {
+  /** Creates the listener that handles the events of an event log. */
+  def listener(conf: SparkConf, store: TypedStore[T]): SparkListener
+  /** Creates the pages. Called if the store is not empty. */
+  def pages(store: TypedStore[T]): Seq[Page]
 
   override def createListeners(conf: SparkConf, store: ElementTrackingStore): Seq[SparkListener] =
-    Seq(listener(conf, new TypedStore(store, what)))
+    Seq(listener(conf, new TypedStore(store, valueClass)))
 
   override def setupUI(ui: SparkUI): Unit = {
-    val kept = new TypedStore(ui.store.store, what)
-    if (kept.count > 0) SparkUi.attachTab(ui, prefix, pages(kept))
+    val store = new TypedStore(ui.store.store, valueClass)
+    if (store.count > 0) SparkUi.attachTab(ui, prefix, pages(store))
   }
 
   override def displayOrder: Int = Int.MaxValue // last, as in a running application
 }
 
 private[stagecrew] object SparkUi {
-  /** Adds a tab, if the application has a UI. */
+  /** Attaches a tab if the application has a UI. */
   def attachTab(sc: SparkContext, prefix: String, pages: => Seq[Page]): Unit =
     sc.ui.foreach(attachTab(_, prefix, pages))
 
@@ -115,21 +116,21 @@ private[stagecrew] object SparkUi {
 
   def hasUi(sc: SparkContext): Boolean = sc.ui.nonEmpty
   def hasEventLog(sc: SparkContext): Boolean = sc.conf.get(config.EVENT_LOG_ENABLED)
-  def keptInMemory[T](what: Class[T]): TypedStore[T] = new TypedStore(new InMemoryStore, what)
+  def inMemory[T](valueClass: Class[T]): TypedStore[T] = new TypedStore(new InMemoryStore, valueClass)
 
-  /** Replays the wanted lines of an event log, which may be truncated: core/deploy/history/EventLogFileReaders.scala,
+  /** Replays selected lines of an event log, which may be truncated: core/deploy/history/EventLogFileReaders.scala,
     * core/scheduler/ReplayListenerBus.scala. */
-  def replay(log: String, listeners: Seq[SparkListener], wanted: String => Boolean): Unit = {
+  def replay(log: String, listeners: Seq[SparkListener], isRelevant: String => Boolean): Unit = {
     val path = new Path(log)
     val files = path.getFileSystem(SparkHadoopUtil.get.newConfiguration(new SparkConf))
     val reader = EventLogFileReader(files, path).getOrElse(throw new java.io.FileNotFoundException(
-      s"$log is no event log: it must be a file of spark.eventLog.dir, " +
+      s"$log is not an event log: it must be a file of spark.eventLog.dir, " +
         s"or the folder of a rolling log (eventlog_v2_...)"))
     val bus = new ReplayListenerBus
     listeners.foreach(bus.addListener(_))
     reader.listEventLogFiles.foreach { file =>
       Utils.tryWithResource(EventLogFileReader.openEventLog(file.getPath, files)) { in =>
-        bus.replay(in, file.getPath.toString, maybeTruncated = true, eventsFilter = wanted)
+        bus.replay(in, file.getPath.toString, maybeTruncated = true, eventsFilter = isRelevant)
       }
     }
   }

@@ -11,10 +11,10 @@ import org.apache.spark.util.LazyTry
 
 /**
  * sql/core: CacheManager.scala, InMemoryRelation.scala, QueryExecution.scala, ShuffleExchangeExec.scala. Private lazy
- * values are read as fields and never computed: a value that is not there has stored nothing.
+ * values are read as fields, so they are never computed. A value that is not computed has not stored anything.
  */
 private[spark] object StagecrewPlans {
-  /** Shuffles, cached datasets, and RDDs whose lineage must be searched. */
+  /** Shuffles and cached datasets of a plan, and RDDs whose lineage must be searched for more. */
   final case class Found(shuffles: Seq[Int] = Nil, caches: Seq[Int] = Nil, rdds: Seq[RDD[_]] = Nil) {
     def +(other: Found): Found = Found(shuffles ++ other.shuffles, caches ++ other.caches, rdds ++ other.rdds)
   }
@@ -22,18 +22,18 @@ private[spark] object StagecrewPlans {
   def stored(dataset: classic.Dataset[_]): Found = {
     val lazyPlan = field[QueryExecution, LazyTry[SparkPlan]]("lazyExecutedPlan", dataset.queryExecution)
     val materialized = field[LazyTry[_], java.lang.Boolean]("materialized", lazyPlan).booleanValue
-    val ran = if (materialized) of(lazyPlan.get) else Found()
+    val executed = if (materialized) of(lazyPlan.get) else Found()
     val cached = dataset.sparkSession.sharedState.cacheManager.lookupCachedData(dataset).toSeq
-    cached.map(data => of(data.cachedRepresentation.cacheBuilder)).foldLeft(ran)(_ + _)
+    cached.map(data => of(data.cachedRepresentation.cacheBuilder)).foldLeft(executed)(_ + _)
   }
 
-  /** Removes a dataset from SQL's cache. Returns whether it was there. */
+  /** Removes a dataset from SQL's cache. Returns whether it was cached. */
   def uncache(rdd: Int): Boolean = classic.SparkSession.getDefaultSession.exists { session =>
     val manager = session.sharedState.cacheManager
     val cached = field[CacheManager, IndexedSeq[CachedData]]("cachedData", manager)
-    val mine = cached.filter(data => buffers(data.cachedRepresentation.cacheBuilder).exists(_.id == rdd))
-    mine.foreach(data => manager.uncacheQuery(session, data.plan, cascade = false, blocking = true))
-    mine.nonEmpty
+    val matching = cached.filter(data => buffers(data.cachedRepresentation.cacheBuilder).exists(_.id == rdd))
+    matching.foreach(data => manager.uncacheQuery(session, data.plan, cascade = false, blocking = true))
+    matching.nonEmpty
   }
 
   private def of(plan: SparkPlan): Found = {

@@ -4,7 +4,8 @@ import scala.jdk.CollectionConverters._
 import org.apache.spark.sql.execution.SQLExecution
 import org.apache.spark.sql.streaming.StreamingQuery
 
-/** sql/core: `SharedState.activeStreamingQueries` is private[sql]; `SQLExecution.getQueryExecution` knows what runs. */
+/** sql/core: `SharedState.activeStreamingQueries` is private[sql]. `SQLExecution.getQueryExecution` returns running SQL
+  * executions. */
 private[spark] object StagecrewSql {
   def executionRuns(id: Long): Boolean = SQLExecution.getQueryExecution(id) != null
 
@@ -15,12 +16,12 @@ private[spark] object StagecrewSql {
   def queryName(runId: String): Option[String] =
     running(runId).map(query => Option(query.name).getOrElse(query.id.toString))
 
-  /** The run of the query with this id. */
+  /** The run id of the query with this id. */
   def queryRun(id: String): Option[String] = find(_.id.toString == id).map(_.runId.toString)
 
   private def running(runId: String): Option[StreamingQuery] = find(_.runId.toString == runId)
 
-  private def find(which: StreamingQuery => Boolean): Option[StreamingQuery] =
+  private def find(condition: StreamingQuery => Boolean): Option[StreamingQuery] =
     classic.SparkSession.getDefaultSession.flatMap(
-      _.sharedState.activeStreamingQueries.values.asScala.find(query => which(query) && query.isActive))
+      _.sharedState.activeStreamingQueries.values.asScala.find(query => condition(query) && query.isActive))
 }

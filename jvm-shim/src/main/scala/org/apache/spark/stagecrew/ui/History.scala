@@ -8,24 +8,24 @@ import org.apache.spark.util.kvstore.KVIndex
 import scala.annotation.meta.getter
 import driver._, executor._, spark._, wire._
 
-/** The last event of a topology, or of the application, in the store of the History Server. */
+/** The last event of a topology or of the application, in the store of the History Server. */
 private[stagecrew] final case class KeptState(
     @(KVIndex @getter) key: String, kind: String, id: String, version: Int, time: Long,
     capped: Boolean, trimmed: Boolean, body: String)
 
-/** Handles the events of one log. An event that cannot be read is dropped, and never stops the reading of a log. */
-private[stagecrew] final class HistoryListener(kept: TypedStore[KeptState], retained: Int) extends SparkListener {
-  private val forgotten = scala.collection.mutable.HashSet.empty[String] // by name: the event of one may be repeated
+/** Handles the events of one event log. An event that cannot be read is skipped. */
+private[stagecrew] final class HistoryListener(store: TypedStore[KeptState], retained: Int) extends SparkListener {
+  private val forgotten = scala.collection.mutable.HashSet.empty[String] // by key, because events may be repeated
   private val closed = new Bounded[String, Long](retained)((key, time) => {
-    kept.delete(key)
+    store.delete(key)
     forgotten += key
-    kept.write(KeptState(History.Forgotten, History.Forgotten, "", Snapshot.Version, time, capped = false,
+    store.write(KeptState(History.Forgotten, History.Forgotten, "", Snapshot.Version, time, capped = false,
       trimmed = false, forgotten.size.toString))
   })
 
   override def onOtherEvent(event: SparkListenerEvent): Unit = event match {
     case state: StagecrewState if state.kind == StagecrewState.Topology || state.kind == StagecrewState.Application =>
-      Log.contained("an event of the event log")(keep(state))
+      Log.contained("reading an event of the event log")(keep(state))
     case _ => ()
   }
 
@@ -33,10 +33,10 @@ private[stagecrew] final class HistoryListener(kept: TypedStore[KeptState], reta
     val id = Option(state.id).getOrElse("")
     val key = s"${state.kind} $id"
     val body = Json.parse(state.body) // throws if it is not JSON
-    kept.write(KeptState(key, state.kind, id, state.version, state.time, state.capped, state.trimmed, state.body))
+    store.write(KeptState(key, state.kind, id, state.version, state.time, state.capped, state.trimmed, state.body))
     if (state.kind == StagecrewState.Topology && body.path("state").asText == "closed" &&
       body.path("kind").asText != DriverCrew.ApplicationKind) {
-      closed.remove(key) // the one that closed last is kept longest
+      closed.remove(key) // adds it again as the newest one
       forgotten.remove(key)
       closed(key) = state.time
     }
@@ -45,30 +45,31 @@ private[stagecrew] final class HistoryListener(kept: TypedStore[KeptState], reta
 
 /** The tab in the History Server, registered in META-INF/services. */
 final class HistoryPlugin extends HistoryTab[KeptState](Tab.Prefix, classOf[KeptState]) {
-  override def listener(conf: SparkConf, kept: TypedStore[KeptState]): SparkListener =
-    new HistoryListener(kept, retained(conf))
+  override def listener(conf: SparkConf, store: TypedStore[KeptState]): SparkListener =
+    new HistoryListener(store, retained(conf))
 
-  /** A wrong setting must not prevent a History Server from showing applications. */
+  /** An invalid setting must not prevent the History Server from showing applications. */
   private def retained(conf: SparkConf): Int =
     try new Settings(conf).retainedTopologies
-    catch { case Failure(error) => Log.log.warn("the default settings are used", error);
+    catch { case Failure(error) => Log.log.warn("using the default settings", error);
       new Settings(new SparkConf(false)).retainedTopologies }
 
-  override def pages(kept: TypedStore[KeptState]): Seq[Page] = Tab.pages(History.reader(kept))
+  override def pages(store: TypedStore[KeptState]): Seq[Page] = Tab.pages(History.reader(store))
 }
 
 private[stagecrew] object History {
-  /** The kind of the entry that counts closed topologies which are no longer kept. */
+  /** The kind of the entry that counts the closed topologies that are no longer kept. */
   val Forgotten = "forgotten"
 
-  /** The stored events do not change while they are shown: they are read once, and again if memory was short. */
-  def reader(kept: TypedStore[KeptState]): () => PageModel = {
+  /** Reads the stored events once, because they do not change. The garbage collector may free the result, and the next
+    * call then reads them again. */
+  def reader(store: TypedStore[KeptState]): () => PageModel = {
     var read = new SoftReference[PageModel](null)
     () => synchronized {
       Option(read.get).getOrElse {
-        val shown = of(kept.all)
-        read = new SoftReference(shown)
-        shown
+        val model = of(store.all)
+        read = new SoftReference(model)
+        model
       }
     }
   }
@@ -79,7 +80,7 @@ private[stagecrew] object History {
       parsed(state)(Json.as[TopologyView](_)).map(state -> _))
     val sums = states.flatMap(state =>
       parsed(state)(node => Option(node.get("totals")).map(Json.as[Totals](_)))).flatten
-    // The newest is the one with the highest counts. Older logs have these sums only in the application's event.
+    // The newest sum has the highest counts. In older logs, only the event of the application contains the sum.
     val coordinators = states.flatMap(state =>
       parsed(state)(node => Option(node.get("coordinators")).map(Json.as[OperatorView](_) -> state.time))).flatten
       .maxByOption { case (sum, time) => (sum.counted, time) }.map(_._1)
@@ -101,10 +102,10 @@ private[stagecrew] object History {
   private def parsed[T](state: KeptState)(read: com.fasterxml.jackson.databind.node.ObjectNode => T): Option[T] =
     try Some(read(Json.parse(state.body)))
     catch { case Failure(error) =>
-      Log.log.warn(s"the event of ${state.key} cannot be read", error); None }
+      Log.log.warn(s"the stored event of ${state.key} cannot be read", error); None }
 
-  private def notesOf(state: KeptState, ended: Boolean, what: String): Seq[String] = Seq(
-    if (ended) None else Some(s"$what as of ${Show.date(state.time)}, before the end."),
+  private def notesOf(state: KeptState, ended: Boolean, subject: String): Seq[String] = Seq(
+    if (ended) None else Some(s"$subject as of ${Show.date(state.time)}, before the end."),
     if (!state.capped) None
     else Some(s"The event log has reached its limit (${Settings.EventLogMaxEvents}): " +
       (if (ended) "events shortly before the end are missing." else "later events are missing.")),

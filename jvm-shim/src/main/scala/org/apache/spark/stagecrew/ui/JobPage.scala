@@ -5,15 +5,15 @@ import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
 import spark._, wire._
 
-/** The stored job whose driver this application is: its facts and its steps. */
+/** The page of the stored job that this application runs: its facts and its steps. */
 private[stagecrew] object JobPage {
-  def html(shown: PageModel, ask: PageRequest): Seq[Node] = shown.snapshot.recovery match {
+  def html(model: PageModel, request: PageRequest): Seq[Node] = model.snapshot.recovery match {
     case None => <p>This application is no stored job's driver. Jobs that outlive their driver are submitted with
       {" "}<code>stagecrew submit</code>.</p>
     case Some(recovery) =>
-      val steps = Table("steps", recovery.steps, columns(shown))
-      val tables = new Tables(ask, "jobs/", Nil, steps)
-      Seq[NodeSeq](shown.notes.getOrElse("", Nil).map(Show.note),
+      val steps = Table("steps", recovery.steps, columns(model))
+      val tables = new Tables(request, "jobs/", Nil, steps)
+      Seq[NodeSeq](model.notes.getOrElse("", Nil).map(Show.note),
         Show.facts(recovery.facts.toSeq.map { case (name, value) =>
           name.capitalize -> (Show.text(value): NodeSeq) }: _*),
         <h4>{s"Steps (${recovery.steps.size + recovery.forgottenSteps})"}</h4>,
@@ -22,12 +22,12 @@ private[stagecrew] object JobPage {
         if (recovery.steps.isEmpty) <p>No step has begun.</p> else tables(steps)).flatten
   }
 
-  def json(shown: PageModel): ObjectNode = shown.snapshot.recovery.foldLeft(Tab.head(shown))(
+  def json(model: PageModel): ObjectNode = model.snapshot.recovery.foldLeft(Tab.head(model))(
     (node, recovery) => node.set[ObjectNode]("recovery", Json.tree(recovery)))
 
-  private def columns(shown: PageModel): Seq[Column[StepView]] = Seq(
+  private def columns(model: PageModel): Seq[Column[StepView]] = Seq(
     Column.text("Step")(_.name), Column.text("State", "found: an earlier run has stored its result")(_.state),
     Column.date("Started")(_.started), Column.date("Ended")(_.ended),
     Column.duration("Duration")(step =>
-      if (step.started <= 0) 0L else math.max(0L, (if (step.ended > 0) step.ended else shown.now) - step.started)))
+      if (step.started <= 0) 0L else math.max(0L, (if (step.ended > 0) step.ended else model.now) - step.started)))
 }

@@ -5,44 +5,42 @@ import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
 import driver._, executor._, spark._
 
-/** The first page of the tab: the application, its topologies, and their listeners over all executors. */
+/** The first page of the tab: the application, its topologies, and their listeners, summed over all executors. */
 private[stagecrew] object OverviewPage {
-  /** A listener of a topology on all executors together. */
+  /** A listener of a topology, summed over all executors. */
   private final case class Row(topology: TopologyView, executors: Seq[String], sum: ListenerCounts)
 
-  def html(shown: PageModel, ask: PageRequest): Seq[Node] = {
-    val all = shown.snapshot.topologies
-    val topologies = Table("topologies", ordered(all), columns(shown, ask))
-    val listeners = Table("listeners", topologies.rows.flatMap(sums), listenerColumns(ask))
-    val tables = new Tables(ask, "", Nil, topologies, listeners)
-    val totals = shown.snapshot.totals
-    val forgotten = shown.snapshot.forgottenTopologies
+  def html(model: PageModel, request: PageRequest): Seq[Node] = {
+    val all = model.snapshot.topologies
+    val topologies = Table("topologies", ordered(all), columns(model, request))
+    val listeners = Table("listeners", topologies.rows.flatMap(sums), listenerColumns(request))
+    val tables = new Tables(request, "", Nil, topologies, listeners)
+    val totals = model.snapshot.totals
+    val forgotten = model.snapshot.forgottenTopologies
     val listed = all.filter(_.kind != DriverCrew.ApplicationKind).groupBy(_.state).view.mapValues(_.size).toMap
     val states = (if (forgotten > 0) listed.updated("closed", listed.getOrElse("closed", 0) + forgotten)
       else listed).toSeq.sortBy(_._1)
-    Seq[NodeSeq](
-      when(shown),
+    Seq[NodeSeq](eventLogNotes(model),
       Show.facts(
         "Topologies" -> Show.fact(states.map { case (state, count) => s"$count $state" }.mkString(", ") +
           (if (forgotten > 0) s"; the last ${listed.getOrElse("closed", 0)} closed ones are listed" else "")),
         "Listeners" -> Show.fact(s"opens ${totals.opens}, closes ${totals.closes}, failures ${totals.failures}, " +
           s"lost ${totals.lost}"),
-        "Python processes" -> Show.fact(processes(shown.snapshot.processes))),
+        "Python processes" -> Show.fact(processes(model.snapshot.processes))),
       if (all.forall(_.kind == DriverCrew.ApplicationKind)) beginning else NodeSeq.Empty,
-      <h4>{s"Topologies (${topologies.rows.size})"}</h4>,
-      tables(topologies),
+      <h4>{s"Topologies (${topologies.rows.size})"}</h4>, tables(topologies),
       <h4>{s"Listeners (${listeners.rows.size})"}</h4>,
       if (listeners.rows.isEmpty)
         <p>No listener has been opened yet: they open before the first task that they cover.</p>
       else tables(listeners)).flatten
   }
 
-  def json(shown: PageModel): ObjectNode = shown.snapshot.json.setAll[ObjectNode](Tab.head(shown))
+  def json(model: PageModel): ObjectNode = model.snapshot.json.setAll[ObjectNode](Tab.head(model))
 
-  private def when(shown: PageModel): NodeSeq =
-    if (!shown.history) NodeSeq.Empty
-    else <p>Out of the event log, whose last word of stagecrew is of {Show.date(shown.now)}.</p> ++
-      shown.notes.getOrElse("", Nil).map(Show.note)
+  private def eventLogNotes(model: PageModel): NodeSeq =
+    if (!model.history) NodeSeq.Empty
+    else <p>Out of the event log, whose last word of stagecrew is of {Show.date(model.now)}.</p> ++
+      model.notes.getOrElse("", Nil).map(Show.note)
 
   private def processes(sampled: Seq[ProcessView]): String = {
     val all = sampled.filter(_.problem.isEmpty)
@@ -51,7 +49,7 @@ private[stagecrew] object OverviewPage {
     if (all.isEmpty) "" else s"${running.size} running with $memory of memory, ${all.size - running.size} ended"
   }
 
-  /** The application first, then active topologies, then closed ones; the newest first. */
+  /** The application first, then active topologies, then closed ones, each with the newest first. */
   private def ordered(topologies: Seq[TopologyView]): Seq[TopologyView] =
     topologies.reverse.sortBy(t => if (t.kind == DriverCrew.ApplicationKind) 0 else if (t.state != "closed") 1 else 2)
 
@@ -60,11 +58,11 @@ private[stagecrew] object OverviewPage {
       {" "}<code>with stagecrew.crew(spark).topology("name", listeners=[...]):</code>{" "}
       and spans every job, query and stream that is started inside.</p>
 
-  private def columns(shown: PageModel, ask: PageRequest): Seq[Column[TopologyView]] = Seq(
-    Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(ask, t)}</td>),
+  private def columns(model: PageModel, request: PageRequest): Seq[Column[TopologyView]] = Seq(
+    Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(request, t)}</td>),
     Column.text("Id")(_.id), Column.text("Kind")(_.kind), Column.text("State")(_.state),
     Column.date("Started")(_.started),
-    Column.duration("Duration")(shown.duration), Column.number("Jobs")(_.jobs.toLong),
+    Column.duration("Duration")(model.duration), Column.number("Jobs")(_.jobs.toLong),
     Column.several("Executors", "Executors that ran its tasks")(_.askedBy, _.forgottenExecutors),
     Column.number("Coordinators")(_.coordinators.toLong),
     Column.number("Failures", "Failed open, close and decorate calls of listeners, and failed evaluations")
@@ -80,8 +78,8 @@ private[stagecrew] object OverviewPage {
     .groupBy(_._2.index).toSeq.sortBy(_._1).map { case (_, rows) =>
       Row(topology, rows.map(_._1), rows.map(_._2).reduce(_ + _)) }
 
-  private def listenerColumns(ask: PageRequest): Seq[Column[Row]] = Seq(
-    Column.of("Topology")((_: Row).topology.name)(row => <td>{Tab.topology(ask, row.topology)}</td>),
+  private def listenerColumns(request: PageRequest): Seq[Column[Row]] = Seq(
+    Column.of("Topology")((_: Row).topology.name)(row => <td>{Tab.topology(request, row.topology)}</td>),
     Column.several("Executors")((_: Row).executors)).patch(1, counts[Row](_.sum).take(2), 0) ++
       counts[Row](_.sum).drop(2)
 

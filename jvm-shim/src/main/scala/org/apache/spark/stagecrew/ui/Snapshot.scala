@@ -6,12 +6,12 @@ import scala.collection.immutable.VectorMap
 import driver._, executor._, wire._
 
 /**
- * Everything that the UI, the metrics and the reports show, and that the event log keeps. All of it is written as JSON
- * (see `Json`), with the names of the fields.
+ * The data that the UI, the metrics and the reports show, and that the event log stores. It is written as JSON (see
+ * `Json`), so the names of the fields of all classes here are part of the format.
  *
  * @param totals sums over all topologies, including those that are no longer listed
  * @param coordinators the sum over all coordinators
- * @param forgottenTopologies closed topologies that are no longer listed
+ * @param forgottenTopologies the number of closed topologies that are no longer listed
  */
 final case class Snapshot(
     topologies: Vector[TopologyView], totals: Totals, processes: Vector[ProcessView] = Vector.empty,
@@ -20,7 +20,7 @@ final case class Snapshot(
 }
 
 object Snapshot {
-  /** The version of the JSON. It changes when a field changes its meaning, not when a field is added. */
+  /** The version of the JSON. It changes when the meaning of a field changes, not when a field is added. */
   val Version = 1
 }
 
@@ -28,9 +28,11 @@ object Snapshot {
  * An immutable copy of one topology. Times are milliseconds since the epoch, 0 if not known yet.
  *
  * @param askedBy the executors that ran its tasks
- * @param spansDropped spans that were recorded and are not in `spans`
- * @param forgottenExecutors lost executors that are no longer listed; `executors` sums them up as "forgotten"
- * @param forgottenOperators operators that are no longer listed; `operators` sums them up as "forgotten"
+ * @param spansDropped the number of recorded spans that are not in `spans`
+ * @param forgottenExecutors the number of lost executors that are no longer listed. Their sum is in `executors`, as
+ * "forgotten"
+ * @param forgottenOperators the number of operators that are no longer listed. Their sum is in `operators`, as
+ * "forgotten"
  */
 final case class TopologyView(
     id: String, name: String, kind: String, parent: Option[String], state: String, started: Long, ended: Long,
@@ -38,26 +40,27 @@ final case class TopologyView(
     unclosed: Vector[String], operators: Vector[OperatorView] = Vector.empty, spans: Vector[Span] = Vector.empty,
     spansDropped: Long = 0, forgottenExecutors: Int = 0, forgottenOperators: Int = 0) {
 
-  /** The number of uses of operators. Names of uses end with a number, so none is called "forgotten". */
+  /** The number of operator uses. Names of uses end with a number, so none of them is "forgotten". */
   def coordinators: Int = operators.count(_.name != Topology.Forgotten) + forgottenOperators
 }
 
-/** Something that took time on an executor: "open" or "close" of a listener, or a "task". */
+/** A timed activity on an executor: "open" or "close" of a listener, or a "task". */
 final case class Span(executor: String, kind: String, name: String, started: Long, ended: Long, failed: Boolean)
 
 /** Percentiles of `count` durations, in microseconds. */
 final case class Percentiles(count: Long = 0, p50: Long = 0, p95: Long = 0, p99: Long = 0, max: Long = 0)
 
 /**
- * The statistics of one use of an operator, as the driver's Python reports them. They span resets of its coordinator.
+ * The statistics of one use of an operator, as the driver's Python reports them. They continue when the coordinator is
+ * reset.
  *
  * @param kind "coordinator", "splits", "commit", "supersteps" or "alignment"
  * @param state "active", "failed" or "closed"
- * @param live evaluations that run
- * @param queued messages that wait for the coordinator
- * @param replies times from a request's arrival on the driver to its reply
- * @param acknowledgements times from the sending of an event to the acknowledgement that it is in the mailbox
- * @param waitsFor what its tasks or the coordinator wait for, and since when; empty if nothing
+ * @param live running evaluations
+ * @param queued messages in the queue of the coordinator
+ * @param replies durations from the arrival of a request on the driver to the reply
+ * @param acknowledgements durations from sending an event to the acknowledgement that it is in the mailbox
+ * @param waitsFor describes what the coordinator or its tasks wait for, and since when. Empty if they do not wait
  * @param progress for example "splits done" -> "3"
  */
 final case class OperatorView(
@@ -70,7 +73,7 @@ final case class OperatorView(
 }
 
 object OperatorView {
-  /** The sum of the numbers of several operators that are not listed. Durations and texts are left out. */
+  /** The sum of the counts of several operators that are not listed. Durations and texts are left out. */
   private[stagecrew] def sum(views: Iterable[OperatorView]): OperatorView = {
     def of(f: OperatorView => Long): Long = views.iterator.map(f).sum
     OperatorView(Topology.Forgotten, Topology.Forgotten, "", of(_.live), of(_.finished), of(_.failed), of(_.abandoned),
@@ -79,8 +82,8 @@ object OperatorView {
   }
 }
 
-/** A Python process of an executor: a "worker", the "agent", or a "daemon" with the `problem` that prevents
-  * sampling. `ended` is 0 while it runs. */
+/** A Python process of an executor: a "worker", the "agent", or a "daemon" that cannot sample, with the `problem`.
+  * `ended` is 0 while the process runs. */
 final case class ProcessView(
     executor: String, host: String, pid: Long, role: String, started: Long, ended: Long, samples: Vector[Sample],
     problem: String = "") {
@@ -90,14 +93,14 @@ final case class ProcessView(
 /** One sample of a process: memory in bytes, CPU since the previous sample in thousandths of a core. */
 final case class Sample(time: Long, rss: Long, cpu: Long, threads: Long, files: Long)
 
-/** The stored job whose driver this application is: facts about it, in order, such as "term" -> "3", and its steps.
-  * `forgottenSteps` counts those that are no longer listed. */
+/** The stored job that this application runs: facts in order, such as "term" -> "3", and steps. `forgottenSteps` is the
+  * number of steps that are no longer listed. */
 final case class RecoveryView(facts: VectorMap[String, String], steps: Vector[StepView], forgottenSteps: Int = 0) {
-  /** At most this many of its steps: the running ones, and the last ones. */
-  private[stagecrew] def fewer(most: Int): RecoveryView = {
+  /** At most `limit` of its steps: the running ones, and the last ones. */
+  private[stagecrew] def fewer(limit: Int): RecoveryView = {
     val (running, ended) = steps.indices.partition(steps(_).ended == 0)
-    val runs = running.take(most)
-    val kept = (runs ++ ended.takeRight(most - runs.size)).sorted.map(steps).toVector
+    val runs = running.take(limit)
+    val kept = (runs ++ ended.takeRight(limit - runs.size)).sorted.map(steps).toVector
     copy(steps = kept, forgottenSteps = forgottenSteps + steps.size - kept.size)
   }
 }

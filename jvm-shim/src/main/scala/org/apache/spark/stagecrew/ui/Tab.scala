@@ -8,13 +8,13 @@ import scala.xml.{Node, Text}
 import org.apache.spark.SparkContext
 import driver._, spark._, wire._
 
-/** The content of the pages: a snapshot, taken at `now`. From an event log, each topology has the time of its last
-  * event, and some have notes. */
+/** The content of the pages: a snapshot that was taken at `now`. If it was read from an event log, `times` contains the
+  * time of each topology's last event, and `notes` may explain what is missing. */
 private[stagecrew] final case class PageModel(
     snapshot: Snapshot, now: Long, history: Boolean = false, times: Map[String, Long] = Map.empty,
     notes: Map[String, Seq[String]] = Map.empty) {
 
-  /** The time up to which a topology is known. */
+  /** The time up to which the state of a topology is known. */
   def until(topology: TopologyView): Long =
     if (topology.ended > 0) topology.ended else times.getOrElse(topology.id, now)
 
@@ -23,13 +23,13 @@ private[stagecrew] final case class PageModel(
   def find(key: String): Option[TopologyView] = snapshot.topologies.find(t => t.id == key || Tab.key(t.id) == key)
 }
 
-/** The beginning of each page's JSON: its version, and the notes of the page. */
+/** The first fields of each page's JSON: the version, and the notes of the page. */
 private[stagecrew] final case class PageHead(version: Int, notes: Seq[String])
 
 /**
- * The tab "Stagecrew" of the Spark UI: the state of topologies, processes and the stored job when a page is loaded, and
- * the same as JSON at each page's `json`. The History Server has the same pages. They are read-only, return only parts
- * of a request that are known here, and are made of XML nodes, which escape all text.
+ * The tab "Stagecrew" of the Spark UI: the current state of topologies, processes and the stored job. Each page is also
+ * available as JSON, at `json`. The History Server has the same pages. The pages are read-only. They never return
+ * unknown parts of a request, and consist of XML nodes, which escape all text.
  */
 private[stagecrew] object Tab {
   val Prefix = "stagecrew"
@@ -37,12 +37,12 @@ private[stagecrew] object Tab {
   def attach(sc: SparkContext, crew: DriverCrew): Unit =
     SparkUi.attachTab(sc, Prefix, pages(() => PageModel(crew.snapshot, System.currentTimeMillis())))
 
-  def pages(shown: () => PageModel): Seq[Page] = {
+  def pages(model: () => PageModel): Seq[Page] = {
     def page(
         path: String, title: (PageModel, PageRequest) => String, content: (PageModel, PageRequest) => Seq[Node],
         json: (PageModel, PageRequest) => ObjectNode): Page = {
-      def html(now: PageModel, ask: PageRequest): Seq[Node] = menu(now, ask, path) ++ content(now, ask)
-      Page(path, title(shown(), _), html(shown(), _), ask => Json.write(json(shown(), ask)))
+      def html(now: PageModel, request: PageRequest): Seq[Node] = menu(now, request, path) ++ content(now, request)
+      Page(path, title(model(), _), html(model(), _), request => Json.write(json(model(), request)))
     }
     Seq(
       page("", (_, _) => "Stagecrew", OverviewPage.html, (now, _) => OverviewPage.json(now)),
@@ -52,32 +52,33 @@ private[stagecrew] object Tab {
       page("jobs", (_, _) => "Stagecrew: stored job", JobPage.html, (now, _) => JobPage.json(now)))
   }
 
-  /** The beginning of a page's JSON. */
-  def head(shown: PageModel, id: String = ""): ObjectNode =
-    Json.tree(PageHead(Snapshot.Version, shown.notes.getOrElse(id, Nil)))
+  /** The first fields of a page's JSON. */
+  def head(model: PageModel, id: String = ""): ObjectNode =
+    Json.tree(PageHead(Snapshot.Version, model.notes.getOrElse(id, Nil)))
 
-  /** The menu: links to the pages, and to the JSON of this page. */
-  private def menu(shown: PageModel, ask: PageRequest, here: String): Seq[Node] = {
+  /** The menu: links to the pages and to the JSON of this page. */
+  private def menu(model: PageModel, request: PageRequest, here: String): Seq[Node] = {
     val pages = Seq("" -> "Overview", "processes" -> "Python processes") ++
-      shown.snapshot.recovery.map(_ => "jobs" -> "Stored job")
+      model.snapshot.recovery.map(_ => "jobs" -> "Stored job")
     val links = pages.map { case (path, name) =>
-      if (path == here) <strong aria-current="page">{name}</strong> else <a href={link(ask, path)}>{name}</a>
+      if (path == here) <strong aria-current="page">{name}</strong> else <a href={link(request, path)}>{name}</a>
     }
     val id = if (here == "topology")
-      ask.parameters.get("id").flatMap(shown.find).map(t => s"?id=${key(t.id)}") else None
-    val json = s"${link(ask, here)}json/${id.getOrElse("")}"
+      request.parameters.get("id").flatMap(model.find).map(t => s"?id=${key(t.id)}") else None
+    val json = s"${link(request, here)}json/${id.getOrElse("")}"
     <p class="stagecrew-menu">{
       (links :+ <a href={json}>JSON</a>).flatMap(node => Seq[Node](Text(" | "), node)).drop(1)}</p>
   }
 
-  private def link(ask: PageRequest, path: String): String =
-    if (path.isEmpty) s"${ask.root}/" else s"${ask.root}/$path/"
+  private def link(request: PageRequest, path: String): String =
+    if (path.isEmpty) s"${request.root}/" else s"${request.root}/$path/"
 
   /** A link to a topology's page. */
-  def topology(ask: PageRequest, topology: TopologyView): Node =
-    <a href={s"${link(ask, "topology")}?id=${key(topology.id)}"}>{Show.text(topology.name)}</a>
+  def topology(request: PageRequest, topology: TopologyView): Node =
+    <a href={s"${link(request, "topology")}?id=${key(topology.id)}"}>{Show.text(topology.name)}</a>
 
-  /** The name of a topology in links: its id if that is plain, else a digest. Ids contain names that users choose. */
+  /** The key of a topology in links: its id if it only has safe characters, otherwise a digest. Ids contain names that
+    * users choose. */
   def key(id: String): String =
     if (id.length <= 100 && id.forall(c => c < 128 && (c.isLetterOrDigit || c == '-' || c == '_' || c == '.'))) id
     else MessageDigest.getInstance("SHA-256").digest(id.getBytes(UTF_8))

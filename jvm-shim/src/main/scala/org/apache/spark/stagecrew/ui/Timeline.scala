@@ -6,7 +6,7 @@ import scala.collection.mutable
 import scala.xml.{Node, NodeSeq}
 import executor._, spark._
 
-/** Draws spans as SVG, without a script. Text and lines have the colour of the page's text. Pure. */
+/** Draws spans as SVG, without JavaScript. Text and lines have the colour of the page's text. Pure functions. */
 private[stagecrew] object Timeline {
   val MaxLanes = 40
   val MaxRows = 12 // of a lane
@@ -19,7 +19,7 @@ private[stagecrew] object Timeline {
   private val Other = "#8a8a8a"
   private val Failed = "#d64550"
 
-  /** The timeline of a topology up to this time, with its summary in words. */
+  /** The timeline of a topology up to the time `until`, with a summary in words. */
   def of(topology: TopologyView, until: Long): NodeSeq =
     if (topology.spans.isEmpty && topology.spansDropped == 0) <p>No open, close or task has been recorded.</p>
     else if (topology.spans.isEmpty)
@@ -28,15 +28,15 @@ private[stagecrew] object Timeline {
       val spans = topology.spans.takeRight(MaxSpans)
       val executors = spans.map(_.executor).distinct.sortBy(id => (id.length, id)) // numbers, mostly
       val left = topology.spansDropped + topology.spans.size - spans.size
-      svg(spans, executors.take(MaxLanes), topology.started, until) ++ <p>{words(topology.spans, executors.size)}{
+      svg(spans, executors.take(MaxLanes), topology.started, until) ++ <p>{summary(topology.spans, executors.size)}{
         if (left > 0) s" $left more are not shown." else ""}{
         if (executors.size > MaxLanes) s" The first $MaxLanes executors are shown." else ""}</p>
     }
 
-  /** The picture in words, for screen readers. */
-  def words(spans: Seq[Span], executors: Int): String = {
-    def count(kind: String, one: String): Option[String] =
-      Some(spans.count(_.kind == kind)).filter(_ > 0).map(n => s"$n $one${if (n == 1) "" else "s"}")
+  /** A description of the timeline for screen readers. */
+  def summary(spans: Seq[Span], executors: Int): String = {
+    def count(kind: String, noun: String): Option[String] =
+      Some(spans.count(_.kind == kind)).filter(_ > 0).map(n => s"$n $noun${if (n == 1) "" else "s"}")
     val kinds = Seq(count("open", "open"), count("task", "task"), count("close", "close")).flatten
     val failed = spans.count(_.failed)
     s"${kinds.mkString(", ")} on $executors executor${if (executors == 1) "" else "s"}, " +
@@ -70,7 +70,7 @@ private[stagecrew] object Timeline {
           elapsed(ms - from)}</text>,
         line(decimal(x(ms)), decimal(x(ms)), "16", height.toString))
     }
-    val description = words(spans, executors.size)
+    val description = summary(spans, executors.size)
     <div>
       <p>{Seq("open" -> "open", "task" -> "task", "close" -> "close")
         .map { case (kind, name) => key(Colours(kind), name, failed = false) }}{
@@ -83,7 +83,7 @@ private[stagecrew] object Timeline {
   private def line(x1: String, x2: String, y1: String, y2: String): Node =
     <line x1={x1} x2={x2} y1={y1} y2={y2} stroke="currentColor" stroke-opacity="0.2"/>
 
-  /** Places overlapping spans in rows below each other, while rows are left. */
+  /** Places overlapping spans in different rows, up to `MaxRows` rows. Returns the number of rows. */
   private[stagecrew] def pack(spans: Seq[Span]): (Seq[(Span, Int)], Int) = {
     val ends = mutable.ArrayBuffer.empty[Long]
     val placed = spans.sortBy(_.started).map { span =>
@@ -100,14 +100,14 @@ private[stagecrew] object Timeline {
   }
 
   private def bar(span: Span, from: Double, to: Double, y: Int): Node = {
-    val what = s"${span.kind} ${Show.cut(span.name, Show.Length)} on ${Show.cut(span.executor, Show.Length)}"
-    val took = if (span.ended > 0) s", ${elapsed(span.ended - span.started)}" else ", runs"
+    val label = s"${span.kind} ${Show.cut(span.name, Show.Length)} on ${Show.cut(span.executor, Show.Length)}"
+    val duration = if (span.ended > 0) s", ${elapsed(span.ended - span.started)}" else ", runs"
     val fill = if (span.failed) Failed else Colours.getOrElse(span.kind, Other)
     val kind = if (span.failed) "failed" else if (Colours.contains(span.kind)) span.kind else "other"
     <rect class={s"stagecrew-$kind"} x={decimal(from)} y={y.toString} width={decimal(math.max(2.0, to - from))}
-      height={(RowHeight - 2).toString} fill={fill} 
+      height={(RowHeight - 2).toString} fill={fill}
       stroke={edge(span.failed)}><title>{
-        s"$what$took${if (span.failed) ", failed" else ""}"}</title></rect>
+        s"$label$duration${if (span.failed) ", failed" else ""}"}</title></rect>
   }
 
   private def key(colour: String, name: String, failed: Boolean): Node =
@@ -116,15 +116,15 @@ private[stagecrew] object Timeline {
 
   private def edge(failed: Boolean): Option[Node] = Option.when(failed)(scala.xml.Text("currentColor"))
 
-  /** Values over time as a small line, from zero to the largest. */
-  def sparkline(values: Seq[(Long, Long)], name: String, words: Long => String): Node = {
-    val most = math.max(1L, values.map(_._2).max)
+  /** Draws values over time as a small line. Its scale is from zero to the largest value. */
+  def sparkline(values: Seq[(Long, Long)], name: String, format: Long => String): Node = {
+    val largest = math.max(1L, values.map(_._2).max)
     val (from, to) = (values.map(_._1).min, math.max(values.map(_._1).min + 1, values.map(_._1).max))
     val points = values.map { case (time, value) =>
-      s"${decimal(1 + 98.0 * (time - from) / (to - from))},${decimal(19 - 18.0 * math.max(0L, value) / most)}"
+      s"${decimal(1 + 98.0 * (time - from) / (to - from))},${decimal(19 - 18.0 * math.max(0L, value) / largest)}"
     }
-    val text = s"${name}last ${words(values.last._2)}, least ${words(values.map(_._2).min)}, " +
-      s"most ${words(most)}, of ${values.size} samples"
+    val text = s"${name}last ${format(values.last._2)}, least ${format(values.map(_._2).min)}, " +
+      s"most ${format(largest)}, of ${values.size} samples"
     <svg xmlns="http://www.w3.org/2000/svg" class="stagecrew-sparkline" role="img" aria-label={text}
       viewBox="0 0 100 20" width="100" height="20"><title>{text}</title><polyline
       points={points.mkString(" ")} fill="none" stroke="currentColor" stroke-width="1.2"/></svg>

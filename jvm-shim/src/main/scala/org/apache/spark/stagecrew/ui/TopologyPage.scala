@@ -7,24 +7,23 @@ import driver._, executor._, spark._, wire._
 
 /** The page of one topology. */
 private[stagecrew] object TopologyPage {
-  def html(shown: PageModel, ask: PageRequest): Seq[Node] = {
-    val topology = asked(shown, ask)
-    val inside = Table("topologies", shown.snapshot.topologies.filter(_.parent.contains(topology.id)),
-      insideColumns(shown, ask))
+  def html(model: PageModel, request: PageRequest): Seq[Node] = {
+    val topology = requested(model, request)
+    val inside = Table("topologies", model.snapshot.topologies.filter(_.parent.contains(topology.id)),
+      insideColumns(model, request))
     val operators = Table("coordinators", topology.operators, operatorColumns)
     val listeners = Table("listeners", for {
       (executor, counts) <- topology.executors.toVector
       listener <- counts.listeners
     } yield (executor, listener), listenerColumns)
     val executors = Table("executors", topology.executors.toVector, executorColumns(topology))
-    val tables = new Tables(ask, "topology/", Seq("id" -> Tab.key(topology.id)), inside,
+    val tables = new Tables(request, "topology/", Seq("id" -> Tab.key(topology.id)), inside,
       operators, listeners, executors)
     def section(name: String, table: Table[_], otherwise: String, count: Int = 0): NodeSeq =
       if (table.rows.nonEmpty) <h4>{s"$name (${math.max(count, table.rows.size)})"}</h4> ++ tables(table)
       else if (otherwise.isEmpty) NodeSeq.Empty else <h4>{name}</h4><p>{otherwise}</p>
-    Seq[NodeSeq](shown.notes.getOrElse(topology.id, Nil).map(Show.note), summary(shown, ask, topology),
-      <h4>Timeline</h4>,
-      Timeline.of(topology, shown.until(topology)),
+    Seq[NodeSeq](model.notes.getOrElse(topology.id, Nil).map(Show.note), summary(model, request, topology),
+      <h4>Timeline</h4>, Timeline.of(topology, model.until(topology)),
       section("Coordinators", operators, "", topology.coordinators),
       section("Listeners", listeners,
         "No listener has been opened. Listeners open before the first task of the topology."),
@@ -32,36 +31,34 @@ private[stagecrew] object TopologyPage {
       section("Topologies inside", inside, "")).flatten
   }
 
-  def title(shown: PageModel, ask: PageRequest): String = s"Stagecrew: ${Show.cut(asked(shown, ask).name, Show.Length)}"
+  def title(model: PageModel, request: PageRequest): String =
+    s"Stagecrew: ${Show.cut(requested(model, request).name, Show.Length)}"
 
-  def json(shown: PageModel, ask: PageRequest): ObjectNode = {
-    val topology = asked(shown, ask)
-    Tab.head(shown, topology.id).put("until", shown.until(topology)).set[ObjectNode]("topology", Json.tree(topology))
+  def json(model: PageModel, request: PageRequest): ObjectNode = {
+    val topology = requested(model, request)
+    Tab.head(model, topology.id).put("until", model.until(topology)).set[ObjectNode]("topology", Json.tree(topology))
   }
 
-  private def asked(shown: PageModel, ask: PageRequest): TopologyView = {
-    val id = ask.parameters.getOrElse("id",
+  private def requested(model: PageModel, request: PageRequest): TopologyView = {
+    val id = request.parameters.getOrElse("id",
       throw new IllegalArgumentException("the parameter id is missing: it names the topology"))
-    shown.find(id).getOrElse(throw new IllegalArgumentException(
+    model.find(id).getOrElse(throw new IllegalArgumentException(
       "no topology has this id. It may have been removed: the number of closed topologies that are kept is limited " +
         s"(${Settings.RetainedTopologies})"))
   }
 
-  private def summary(shown: PageModel, ask: PageRequest, topology: TopologyView): Node = {
+  private def summary(model: PageModel, request: PageRequest, topology: TopologyView): Node = {
     val counts = topology.executors.values
     val stored = counts.map(_.partitions).foldLeft(PartitionCounts())(_ + _)
     Show.facts(
-      "Id" -> Show.text(topology.id),
-      "Kind" -> Show.fact(topology.kind),
-      "Inside" -> topology.parent.fold(NodeSeq.Empty)(id => shown.find(id).map(Tab.topology(ask, _))
+      "Id" -> Show.text(topology.id), "Kind" -> Show.fact(topology.kind),
+      "Inside" -> topology.parent.fold(NodeSeq.Empty)(id => model.find(id).map(Tab.topology(request, _))
         .getOrElse(Show.text(id))),
       "State" -> Show.fact(topology.state),
-      "Started" -> Show.fact(Show.date(topology.started)),
-      "Ended" -> Show.fact(Show.date(topology.ended)),
+      "Started" -> Show.fact(Show.date(topology.started)), "Ended" -> Show.fact(Show.date(topology.ended)),
       (if (topology.ended > 0) "Duration" else "Duration so far") ->
-        Show.fact(SparkUi.formatDuration(shown.duration(topology))),
-      "Jobs" -> Show.fact(topology.jobs.toString),
-      "Executors" -> Show.several(topology.askedBy),
+        Show.fact(SparkUi.formatDuration(model.duration(topology))),
+      "Jobs" -> Show.fact(topology.jobs.toString), "Executors" -> Show.several(topology.askedBy),
       "Partitions" -> Show.fact(partitions(stored)),
       "Lost executors" -> Show.several(topology.lostExecutors),
       "Lost before these" -> Show.fact(if (topology.forgottenExecutors == 0) "" else
@@ -72,8 +69,8 @@ private[stagecrew] object TopologyPage {
   }
 
   private def partitions(of: PartitionCounts): String = {
-    def some(count: Long, what: String, bytes: Long): Option[String] =
-      Option.when(count > 0)(s"$count $what" + (if (bytes > 0) s" (${SparkUi.formatBytes(bytes)})" else ""))
+    def some(count: Long, label: String, bytes: Long): Option[String] =
+      Option.when(count > 0)(s"$count $label" + (if (bytes > 0) s" (${SparkUi.formatBytes(bytes)})" else ""))
     Seq(some(of.inProgress, "in progress", 0), some(of.outputs, "finished outputs", of.outputBytes),
       some(of.blocks, "cached blocks", of.blockBytes), some(of.released, "released", of.releasedBytes),
       some(of.releaseFailures, "could not be deleted", 0)).flatten.mkString(", ")
@@ -81,15 +78,13 @@ private[stagecrew] object TopologyPage {
 
   private def operatorColumns: Seq[Column[OperatorView]] = Seq(
     Column.text("Name")(_.name), Column.text("Kind")(_.kind), Column.text("State")(_.state),
-    Column.text("Progress")(_.progress.map { case (what, value) => s"$what $value" }.mkString(" / ")),
+    Column.text("Progress")(_.progress.map { case (label, value) => s"$label $value" }.mkString(" / ")),
     Column.text("Waits for", "What the coordinator or its tasks wait for, and since when")(_.waitsFor),
     Column.number("Live", "Running evaluations")(_.live), Column.number("Finished")(_.finished),
     Column.number("Failed")(_.failed),
     Column.number("Abandoned", "Evaluations that Spark stopped reading before their end")(_.abandoned),
-    Column.number("Resets")(_.resets),
-    Column.number("Events in", "From tasks to the coordinator")(_.eventsIn),
-    Column.number("Events out", "From the coordinator to tasks")(_.eventsOut),
-    Column.number("Requests")(_.requests),
+    Column.number("Resets")(_.resets), Column.number("Events in", "From tasks to the coordinator")(_.eventsIn),
+    Column.number("Events out", "From the coordinator to tasks")(_.eventsOut), Column.number("Requests")(_.requests),
     Column.number("Queued", "Messages in the queue of the coordinator")(_.queued),
     percentiles("Replies",
       "From a request's arrival on the driver to its reply: median, 95th and 99th percentile, longest")(_.replies),
@@ -125,7 +120,7 @@ private[stagecrew] object TopologyPage {
     Column.number("Python processes", "Processes that opened a listener")(_._2.processes),
     Column.number("Lost processes", "Processes that ended before they closed a listener")(_._2.lostProcesses))
 
-  private def insideColumns(shown: PageModel, ask: PageRequest): Seq[Column[TopologyView]] = Seq(
-    Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(ask, t)}</td>),
-    Column.text("State")(_.state), Column.date("Started")(_.started), Column.duration("Duration")(shown.duration))
+  private def insideColumns(model: PageModel, request: PageRequest): Seq[Column[TopologyView]] = Seq(
+    Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(request, t)}</td>),
+    Column.text("State")(_.state), Column.date("Started")(_.started), Column.duration("Duration")(model.duration))
 }

@@ -10,31 +10,31 @@ import java.security.{MessageDigest, SecureRandom}
 import java.util.concurrent.{ConcurrentHashMap, Semaphore}
 import scala.util.control.NonFatal
 
-/** A connected Python process. */
+/** The connection to one Python process. */
 final class Link(socket: Socket, hello: Frame, input: DataInputStream) {
   val process: String = hello.text("process")
   val role: String = hello.text("role")
   val pid: Long = hello.long("pid")
   private val output = socket.getOutputStream
 
-  /** Sends one frame. The reader of the link notices a broken connection. */
+  /** Sends one frame. If the connection is broken, closes it, and the thread that reads it ends. */
   def send(kind: String, values: Any*): Unit = write(Frames.encode(kind, values: _*))
 
-  /** Sends encoded frames with their lengths. */
+  /** Sends encoded frames, each with its length prefix. */
   def write(frames: Array[Byte]): Unit = try synchronized(output.write(frames)) catch { case _: IOException => close() }
 
   private[stagecrew] def read(limit: Int): Frame = Frames.read(input, limit)
   private[stagecrew] def readBytes(limit: Int): Array[Byte] = Frames.readBytes(input, limit)
 
   /** Whether another frame has begun to arrive. */
-  private[stagecrew] def moreIsThere: Boolean = input.available() > 0
+  private[stagecrew] def hasMore: Boolean = input.available() > 0
 
   def close(): Unit = try socket.close() catch { case _: IOException => () }
 
   override def toString: String = s"$role process $pid"
 }
 
-/** Handles links. Called on the link's own thread, in the order of its frames. */
+/** Handles links. Each link has its own thread, which calls these methods in the order of the frames. */
 trait LinkHandler {
   def connected(link: Link): Unit
   def received(link: Link, frame: Frame): Unit
@@ -45,13 +45,15 @@ trait LinkHandler {
 }
 
 /**
- * The executor's side of the channels to its Python processes: a server on a loopback port.
+ * A server on a loopback port for the channels to Python processes. `owner`, for messages, is the side that it serves:
+ * the driver or an executor.
  *
- * A connection must send the token within the deadline. Other connections are refused, and delay nobody. Port and token
- * are in a file that only this user can read: a local property could reach the event log, because in local mode tasks
- * share their properties with the job.
+ * A connection must send the token before the deadline. Other connections are refused, and do not delay anything. Port
+ * and token are in a file that only this user can read. A local property could not hold them: in local mode tasks share
+ * their properties with the job, so it could reach the event log.
  */
-final class Channels(folder: Path, settings: Settings, version: String, welcome: () => String, handler: LinkHandler) {
+final class Channels(
+    folder: Path, settings: Settings, version: String, owner: String, welcome: () => String, handler: LinkHandler) {
   import Channels._
 
   private val token: String = {
@@ -59,13 +61,13 @@ final class Channels(folder: Path, settings: Settings, version: String, welcome:
     new SecureRandom().nextBytes(bytes)
     bytes.map(b => f"${b & 0xff}%02x").mkString
   }
-  // The address to which Python connects, also where Java prefers IPv6.
+  // Python connects to this address, even if Java prefers IPv6.
   private val server = new ServerSocket(0, 128, InetAddress.getByName("127.0.0.1"))
   private val links = ConcurrentHashMap.newKeySet[Socket]()
-  private val strangers = new Semaphore(MaxStrangers)
+  private val unauthenticated = new Semaphore(MaxUnauthenticated)
   @volatile private var closed = false
 
-  /** The place file: it tells Python processes the port and the token. */
+  /** The place file, which contains the port and the token for Python processes. */
   val place: Path = {
     val file = Files.createFile(folder.resolve("channel.json"),
       PosixFilePermissions.asFileAttribute(PosixFilePermissions.fromString("rw-------")))
@@ -80,47 +82,47 @@ final class Channels(folder: Path, settings: Settings, version: String, welcome:
     while (!closed) {
       try {
         val socket = server.accept()
-        if (strangers.tryAcquire()) thread(s"stagecrew-link-${socket.getPort}")(serve(socket))
-        else socket.close() // more than any correct start opens
+        if (unauthenticated.tryAcquire()) thread(s"stagecrew-link-${socket.getPort}")(serve(socket))
+        else socket.close() // stagecrew's own processes never reach this limit
       } catch {
         case _: SocketException if closed => ()
-        case NonFatal(error) => Log.log.warn("accepting a connection of a Python process failed", error)
+        case NonFatal(error) => Log.log.warn(s"the channel of $owner could not accept a connection", error)
       }
     }
   }
 
   private def serve(socket: Socket): Unit = {
     links.add(socket)
-    val accepted = try greet(socket) catch {
+    val accepted = try handshake(socket) catch {
       case NonFatal(error) =>
-        val why = Option(error.getMessage).getOrElse("it ended too early")
-        if (!closed) Log.log.warn(s"a connection to the executor's channel was refused: $why")
+        val reason = Option(error.getMessage).getOrElse("the connection was closed too early")
+        if (!closed) Log.log.warn(s"a connection to the channel of $owner was refused: $reason")
         None
-    } finally strangers.release()
+    } finally unauthenticated.release()
     accepted.foreach { link =>
       try {
         handler.connected(link)
         handler.serve(link, settings.maxFrame)
       } catch {
         case _: EOFException | _: SocketException => ()
-        case NonFatal(error) => Log.log.warn(s"the channel of $link is closed: ${error.getMessage}")
-      } finally Log.contained(s"the end of $link")(handler.disconnected(link))
+        case NonFatal(error) => Log.log.warn(s"closed the channel to $link: ${error.getMessage}")
+      } finally Log.contained(s"handling the end of $link")(handler.disconnected(link))
     }
     links.remove(socket)
     try socket.close() catch { case _: IOException => () }
   }
 
-  private def greet(socket: Socket): Option[Link] = {
+  private def handshake(socket: Socket): Option[Link] = {
     socket.setTcpNoDelay(true)
     val stream = new Stream(socket, System.nanoTime() + settings.channelTimeoutMs * 1000000L)
     val input = new DataInputStream(new BufferedInputStream(stream, 1 << 16))
     val hello = Frames.read(input, MaxHello)
-    if (hello.kind != "HELLO") throw new FrameException(s"its first frame is ${hello.kind}, not HELLO")
+    if (hello.kind != "HELLO") throw new FrameException(s"the first frame is ${hello.kind}, not HELLO")
     if (!MessageDigest.isEqual(bytes(hello.text("token")), bytes(token))) throw new FrameException("wrong token")
-    stream.known()
+    stream.authenticated()
     val link = new Link(socket, hello, input)
     if (hello.text("version") != version) {
-      link.send("REFUSED", s"it has stagecrew ${hello.text("version")}, this executor's jar $version")
+      link.send("REFUSED", s"this process has stagecrew ${hello.text("version")}, but $owner has $version")
       None
     } else {
       link.send("WELCOME", welcome())
@@ -139,11 +141,11 @@ final class Channels(folder: Path, settings: Settings, version: String, welcome:
 }
 
 object Channels {
-  /** The maximum length of the first frame. */
+  /** The maximum length of the first frame in bytes. */
   val MaxHello = 4096
 
-  /** How many connections may not be authenticated yet. */
-  val MaxStrangers = 256
+  /** The maximum number of connections that are not authenticated yet. */
+  val MaxUnauthenticated = 256
 
   private def bytes(text: String): Array[Byte] = text.getBytes(StandardCharsets.UTF_8)
 
@@ -154,31 +156,31 @@ object Channels {
   }
 
   /**
-   * A socket's stream whose reads end at a deadline (in nanoseconds) until the other side is authenticated. The
-   * deadline is for the whole first frame: a trickle of bytes does not extend it.
+   * A socket's input stream. Until the other side is authenticated, each read fails at the deadline (in nanoseconds).
+   * The deadline applies to the whole first frame: slowly arriving bytes do not extend it.
    */
   private final class Stream(socket: Socket, deadline: Long) extends java.io.InputStream {
     private val in = socket.getInputStream
-    private var stranger = true
+    private var unauthenticated = true
 
-    def known(): Unit = {
-      stranger = false
+    def authenticated(): Unit = {
+      unauthenticated = false
       socket.setSoTimeout(0)
     }
 
-    private def limit(): Unit = if (stranger) {
+    private def applyDeadline(): Unit = if (unauthenticated) {
       val ms = (deadline - System.nanoTime()) / 1000000L
-      if (ms <= 0) throw new java.net.SocketTimeoutException("it was not authenticated in time")
+      if (ms <= 0) throw new java.net.SocketTimeoutException("it did not authenticate within the deadline")
       socket.setSoTimeout(ms.toInt)
     }
 
     override def read(): Int = {
-      limit()
+      applyDeadline()
       in.read()
     }
 
     override def read(b: Array[Byte], off: Int, len: Int): Int = {
-      limit()
+      applyDeadline()
       in.read(b, off, len)
     }
   }

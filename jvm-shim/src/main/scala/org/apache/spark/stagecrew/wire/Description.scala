@@ -5,12 +5,12 @@ import scala.collection.immutable.VectorMap
 import partitions._
 
 /**
- * One registered listener. Its pickled bytes are never read by the JVM.
+ * One registered listener. The JVM never reads its pickled bytes.
  *
  * @param kind "pickle", "name" or "jvm"
- * @param target module:name, or a class
- * @param scope unknown for a name until an executor has imported it
- * @param blob the position of its pickled bytes in `Description.blobs`
+ * @param target "module:name", or a class name
+ * @param scope if the listener is registered by name, unknown until an executor has imported it
+ * @param blob the index of its pickled bytes in `Description.blobs`
  */
 final case class Entry(
     index: Int, kind: String, name: String, target: String, scope: Option[String], lifetime: Option[String],
@@ -21,13 +21,13 @@ final case class Entry(
 }
 
 /**
- * What an executor needs to know about a topology: a header, which is JSON of these fields, and the pickled listeners
- * as opaque bytes. `executable`, `environment` and `files` say how PySpark starts Python here, for the agent: the
- * executor's JVM cannot find them out.
+ * Describes a topology to executors: a header, which is the JSON of these fields, and the pickled listeners as opaque
+ * bytes. `executable`, `environment` and `files` are needed to start the agent as PySpark starts Python. The executor's
+ * JVM has no other way to find them.
  *
- * @param coordinated whether tasks of no named topology may call functions that are bound to the application's
- * operators
- * @param release the release policy of `DriverPartitions`. Spark manages the application's own partitions
+ * @param coordinated whether the application has operators. Tasks without a named topology may then call bound
+ * functions
+ * @param release the release policy of `DriverPartitions`. Spark manages the partitions of the application
  */
 final case class Description(
     id: String, name: String, parent: Option[String], listeners: Vector[Entry], executable: String = "python3",
@@ -38,13 +38,13 @@ final case class Description(
   /** The JSON of the header, encoded once. */
   lazy val body: String = Json.write(this)
 
-  /** The lifetime of the listeners that open in it; None if all open in it. */
+  /** Only listeners with this lifetime open in this topology. None if all listeners open. */
   def lifetime: Option[String] =
     if (id.startsWith(Description.ExecutionPrefix)) Some("execution")
     else if (id == Description.Application) Some("application")
     else None
 
-  /** Adds listeners after its own, whose indexes and positions stay. */
+  /** Appends listeners. The indexes of the existing ones do not change. */
   def and(more: Description): Description = {
     val renumbered = more.listeners.zipWithIndex.map { case (entry, i) =>
       entry.copy(index = listeners.size + i, blob = entry.blob.map(_ + blobs.size))
@@ -57,7 +57,7 @@ object Description {
   /** The id and the name of the topology that spans the whole application. */
   val Application = "application"
 
-  /** The first part of the ids of executions' topologies. */
+  /** The prefix of the ids of executions' topologies. */
   val ExecutionPrefix = "execution-"
 
   def decode(frame: Frame): Description = Json.read[Description](frame.text("body")).copy()(frame.blobs("blobs"))

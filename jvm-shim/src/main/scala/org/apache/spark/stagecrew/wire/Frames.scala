@@ -5,7 +5,7 @@ import java.io.{DataInputStream, EOFException}
 import java.nio.{BufferUnderflowException, ByteBuffer}
 import java.nio.charset.{CharacterCodingException, StandardCharsets}
 
-/** The bytes are not a frame, or the frame is too large. */
+/** The bytes are not a valid frame, or the frame is too large. */
 final class FrameException(message: String) extends Exception(message)
 
 /** One decoded frame. */
@@ -14,11 +14,12 @@ final class Frame(val kind: String, fields: Map[String, Any]) {
   def long(name: String): Long = fields(name).asInstanceOf[Long]
   def bytes(name: String): Array[Byte] = fields(name).asInstanceOf[Array[Byte]]
   def blobs(name: String): Vector[Array[Byte]] = fields(name).asInstanceOf[Vector[Array[Byte]]]
-  override def toString: String = s"$kind(${fields.keys.mkString(", ")})" // without the values, which may be secrets
+  override def toString: String = s"$kind(${fields.keys.mkString(", ")})" // without values: they may be secrets
 }
 
 /**
- * The wire format of both channels and of the messages between JVMs: the twin of `frames.py`, which describes it.
+ * The wire format of both channels and of messages between JVMs. `frames.py` implements the same format, and describes
+ * it.
  */
 object Frames {
   private final case class Kind(name: String, number: Int, fields: (String, Char)*)
@@ -74,7 +75,7 @@ object Frames {
   private val byName = kinds.map(k => k.name -> k).toMap
   private val byNumber = kinds.map(k => k.number -> k).toMap
 
-  /** Encodes a frame with its length. Values are `Long`, `String`, `Array[Byte]` or a `Seq` of these. */
+  /** Encodes a frame with a length prefix. Values are `Long`, `String`, `Array[Byte]` or `Seq[Array[Byte]]`. */
   def encode(name: String, values: Any*): Array[Byte] = {
     val kind = byName.getOrElse(name, throw new FrameException(s"unknown kind of frame $name"))
     if (values.size != kind.fields.size)
@@ -94,7 +95,7 @@ object Frames {
     out.array
   }
 
-  /** Decodes a frame without its length: `kind | fields`. */
+  /** Decodes a frame without a length prefix: `kind | fields`. */
   def decode(bytes: ByteBuffer): Frame = {
     if (!bytes.hasRemaining) throw new FrameException("an empty frame")
     val number = bytes.get() & 0xff
@@ -133,24 +134,24 @@ object Frames {
     byNumber.getOrElse(number, throw new FrameException(s"unknown kind of frame $number")).name
   }
 
-  /** The evaluation of an encoded frame that has it as its first field. */
+  /** The evaluation of an encoded frame. It must be the first field. */
   def evaluationOf(frame: Array[Byte]): Long = longAt(frame, 1)
 
-  /** The sequence number of an encoded frame that has it as its second field. */
+  /** The sequence number of an encoded frame. It must be the second field. */
   def sequenceOf(frame: Array[Byte]): Long = longAt(frame, 9)
 
   private def longAt(frame: Array[Byte], at: Int): Long =
     if (frame.length >= at + 8) ByteBuffer.wrap(frame).getLong(at) else throw new FrameException("a frame is cut short")
 
-  /** Decodes a message between JVMs: a frame with its length. */
+  /** Decodes a message between JVMs: a frame with a length prefix. */
   def decodeMessage(bytes: Array[Byte]): Frame = {
     val buffer = ByteBuffer.wrap(bytes)
     if (buffer.remaining < 4 || buffer.getInt() != buffer.remaining)
-      throw new FrameException("a message of a wrong length")
+      throw new FrameException("a message has a wrong length")
     decode(buffer)
   }
 
-  /** Reads the next frame of a stream. Throws `EOFException` at its end, also within a frame. */
+  /** Reads the next frame of a stream. Throws `EOFException` at the end of the stream, even within a frame. */
   def read(in: DataInputStream, limit: Int): Frame = decode(ByteBuffer.wrap(readBytes(in, limit)))
 
   /** Reads the bytes of the next frame. */
@@ -158,7 +159,7 @@ object Frames {
     val length = in.readInt()
     if (length < 0 || length > limit) throw new FrameException(
       s"a frame of ${Integer.toUnsignedString(length)} bytes is larger than the $limit bytes allowed")
-    // In steps: an announced length without data takes no memory.
+    // The array grows with the received data, so an announced length alone allocates no memory.
     var bytes = new Array[Byte](math.min(length, 1 << 16))
     var at = 0
     while (at < length) {
@@ -170,18 +171,18 @@ object Frames {
     bytes
   }
 
-  /** Adds the length to an encoded frame. */
+  /** Adds the length prefix to an encoded frame. */
   def withLength(frame: Array[Byte]): Array[Byte] =
     ByteBuffer.allocate(4 + frame.length).putInt(frame.length).put(frame).array
 
-  /** Removes the length of an encoded frame. */
+  /** Removes the length prefix of an encoded frame. */
   def withoutLength(frame: Array[Byte]): Array[Byte] = java.util.Arrays.copyOfRange(frame, 4, frame.length)
 
   private def sized(data: Array[Byte]): Seq[Array[Byte]] = Seq(u32(data.length), data)
 
   private def u32(value: Int): Array[Byte] = ByteBuffer.allocate(4).putInt(value).array
 
-  // A new decoder reports bytes that are not UTF-8, and does not replace them.
+  // A new decoder fails for invalid UTF-8, while the String constructor replaces it.
   private def utf8(data: Array[Byte]): Option[String] =
     try Some(StandardCharsets.UTF_8.newDecoder().decode(ByteBuffer.wrap(data)).toString)
     catch { case _: CharacterCodingException => None }

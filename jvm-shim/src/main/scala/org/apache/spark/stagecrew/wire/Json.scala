@@ -9,15 +9,15 @@ import scala.jdk.CollectionConverters._
 import scala.reflect.ClassTag
 
 /**
- * JSON by Spark's own Jackson. A case class is an object with one field for each parameter.
+ * Reads and writes JSON with Spark's Jackson. A case class becomes an object with one field for each parameter.
  *
- * `None` is not written. An absent field is read as 0, false, "", an empty collection or `None`, and an unknown field
- * is ignored, so that event logs of older and newer versions stay readable.
+ * `None` is not written. A missing field is read as 0, false, "", an empty collection or `None`, and an unknown field
+ * is ignored. So event logs of older and newer versions are readable.
  */
 private[stagecrew] object Json {
   private val mapper = new ObjectMapper()
 
-  /** Names that fields had in event logs that were written before a rename. */
+  /** Former names of fields, for event logs that were written before the rename. */
   private val earlierNames = Map("abandoned" -> "cut")
 
   def parse(text: String): ObjectNode = mapper.readTree(text).asInstanceOf[ObjectNode]
@@ -38,7 +38,7 @@ private[stagecrew] object Json {
     case items: Iterable[_] =>
       items.foldLeft(mapper.createArrayNode())((array: ArrayNode, item) => array.add(node(item)))
     case product: Product => fields(product.productElementNames.zip(product.productIterator))
-    case other => throw new IllegalArgumentException(s"JSON holds no ${other.getClass.getName}")
+    case other => throw new IllegalArgumentException(s"a ${other.getClass.getName} cannot be written as JSON")
   }
 
   private def fields(values: Iterator[(String, Any)]): ObjectNode = values.foldLeft(obj()) {
@@ -47,16 +47,16 @@ private[stagecrew] object Json {
     case (into, (name, value)) => into.set[ObjectNode](name, node(value))
   }
 
-  private def value(node: JsonNode, wanted: Type): Any = wanted match {
+  private def value(node: JsonNode, target: Type): Any = target match {
     case generic: ParameterizedType => elements(node, generic.getRawType, generic.getActualTypeArguments)
     case java.lang.Long.TYPE => node.asLong
     case java.lang.Integer.TYPE => node.asInt
     case java.lang.Boolean.TYPE => node.asBoolean
     case text if text == classOf[String] => if (node.isNull) "" else node.asText
-    case number if number == classOf[Object] => node.asInt // the only primitive that collections hold
+    case number if number == classOf[Object] => node.asInt // Int is the only primitive type in our collections
     case product: Class[_] =>
       if (!node.isObject && !node.isMissingNode)
-        throw new IllegalArgumentException(s"${product.getSimpleName} is an object, not $node")
+        throw new IllegalArgumentException(s"a ${product.getSimpleName} must be a JSON object, not $node")
       val constructor = product.getConstructors.head
       constructor.newInstance(constructor.getParameters.map { parameter =>
         val name = if (node.has(parameter.getName)) parameter.getName
@@ -66,12 +66,12 @@ private[stagecrew] object Json {
     case other => throw new IllegalArgumentException(s"JSON cannot be read as $other")
   }
 
-  private def elements(node: JsonNode, kind: Type, of: Array[Type]): Any = {
-    def items = node.elements.asScala.map(value(_, of.head))
-    if (kind == classOf[Option[_]]) Option.when(!node.isMissingNode && !node.isNull)(value(node, of.head))
-    else if (kind == classOf[VectorMap[_, _]])
-      node.properties.iterator.asScala.map(e => e.getKey -> value(e.getValue, of(1))).to(VectorMap)
-    else if (kind == classOf[Set[_]]) items.toSet
+  private def elements(node: JsonNode, rawType: Type, arguments: Array[Type]): Any = {
+    def items = node.elements.asScala.map(value(_, arguments.head))
+    if (rawType == classOf[Option[_]]) Option.when(!node.isMissingNode && !node.isNull)(value(node, arguments.head))
+    else if (rawType == classOf[VectorMap[_, _]])
+      node.properties.iterator.asScala.map(e => e.getKey -> value(e.getValue, arguments(1))).to(VectorMap)
+    else if (rawType == classOf[Set[_]]) items.toSet
     else items.toVector
   }
 }

@@ -3,13 +3,12 @@ package wire
 
 import executor._
 
-
 /**
- * Writes messages to a socket for threads that must not wait. The reader reports how many messages it has read. While
- * little is unread, which certainly fits into the socket's buffers, `put` writes at once; else a thread of its own
- * writes, which may wait. The order of messages is kept.
+ * Writes messages to a socket for threads that must not block. The reader reports how many messages it has read. If the
+ * unread messages surely fit into the buffers of the socket, `put` writes immediately. Otherwise it enqueues the
+ * message, and the writer's own thread writes it, which may block. The order of messages is kept.
  *
- * The queue is bounded by the messages that evaluations may have unhandled (their window).
+ * The queue is bounded, because each evaluation may only have a limited number of unhandled messages (its window).
  */
 final class NonBlockingWriter(write: Array[Byte] => Unit) {
   import NonBlockingWriter._
@@ -24,8 +23,8 @@ final class NonBlockingWriter(write: Array[Byte] => Unit) {
   thread.start()
 
   def put(bytes: Array[Byte]): Unit = synchronized {
-    if (!draining && unread.size < AtOnce && unreadBytes + bytes.length <= AtOnceBytes) {
-      note(bytes)
+    if (!draining && unread.size < MaxUnreadMessages && unreadBytes + bytes.length <= MaxUnreadBytes) {
+      recordWritten(bytes)
       write(bytes)
     } else if (open) {
       draining = true
@@ -34,19 +33,19 @@ final class NonBlockingWriter(write: Array[Byte] => Unit) {
     }
   }
 
-  /** The reader has read this many messages since its connection began. */
+  /** The reader has read this number of messages since the connection began. */
   def wasRead(messages: Long): Unit = synchronized {
     while (unread.size > written - messages) unreadBytes -= unread.poll()
   }
 
-  /** Ends the thread, and drops the queue. */
+  /** Stops the thread, and drops the queue. */
   def close(): Unit = synchronized {
     open = false
     waiting.clear()
     notifyAll()
   }
 
-  private def note(bytes: Array[Byte]): Unit = {
+  private def recordWritten(bytes: Array[Byte]): Unit = {
     written += 1
     unread.add(bytes.length)
     unreadBytes += bytes.length
@@ -55,7 +54,7 @@ final class NonBlockingWriter(write: Array[Byte] => Unit) {
   private def run(): Unit = {
     var batch = next()
     while (batch != null) {
-      write(batch) // without the lock: it waits while the reader does not read
+      write(batch) // without the lock, because it blocks while the reader does not read
       batch = next()
     }
   }
@@ -67,23 +66,23 @@ final class NonBlockingWriter(write: Array[Byte] => Unit) {
     }
     if (!open) null
     else if (waiting.size == 1) {
-      note(waiting.peek())
+      recordWritten(waiting.peek())
       waiting.poll()
     } else {
-      val some = new java.io.ByteArrayOutputStream
-      while (!waiting.isEmpty && some.size < BatchBytes) {
-        note(waiting.peek())
-        some.write(waiting.poll())
+      val batch = new java.io.ByteArrayOutputStream
+      while (!waiting.isEmpty && batch.size < BatchBytes) {
+        recordWritten(waiting.peek())
+        batch.write(waiting.poll())
       }
-      some.toByteArray
+      batch.toByteArray
     }
   }
 }
 
 object NonBlockingWriter {
-  /** The limits for unread messages below which `put` itself writes: much less than the buffers of a loopback
-    * socket. */
-  val AtOnce = 32
-  val AtOnceBytes: Int = 1 << 15
+  /** Up to these limits of unread messages and bytes, `put` writes immediately. They are much smaller than the buffers
+    * of a loopback socket. */
+  val MaxUnreadMessages = 32
+  val MaxUnreadBytes: Int = 1 << 15
   private val BatchBytes = 1 << 18
 }
