@@ -103,7 +103,7 @@ class TabSuite extends AnyFunSuite {
     val more = page("jobs", with_.copy(snapshot = with_.snapshot.copy(recovery = Some(recovery.copy(forgottenSteps = 300)))))
     assert(more.text.contains("Steps (302)") && more.text.contains("The table lists running steps and the last ended steps (2)."))
     def linked(model: PageModel): Boolean = (page("", model) \\ "a").exists(_ \@ "href" == "/ui/stagecrew/jobs/")
-    assert(linked(with_) && !linked(model(application)) && page("jobs", model(application)).text.contains("no stored job"))
+    assert(linked(with_) && !linked(model(application)) && page("jobs", model(application)).text.contains("does not run a stored job"))
   }
 
   test("each page is also available as JSON, with its version") {

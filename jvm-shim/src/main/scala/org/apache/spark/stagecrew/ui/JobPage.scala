@@ -8,7 +8,7 @@ import spark._, wire._
 /** The page of the stored job that this application runs: its facts and its steps. */
 private[stagecrew] object JobPage {
   def html(model: PageModel, request: PageRequest): Seq[Node] = model.snapshot.recovery match {
-    case None => <p>This application is no stored job's driver. Jobs that outlive their driver are submitted with
+    case None => <p>This application does not run a stored job. To submit a job that survives its driver, use
       {" "}<code>stagecrew submit</code>.</p>
     case Some(recovery) =>
       val steps = Table("steps", recovery.steps, columns(model))

@@ -39,7 +39,7 @@ private[stagecrew] object OverviewPage {
 
   private def eventLogNotes(model: PageModel): NodeSeq =
     if (!model.history) NodeSeq.Empty
-    else <p>Out of the event log, whose last word of stagecrew is of {Show.date(model.now)}.</p> ++
+    else <p>This page shows the event log. Its last entry of stagecrew is from {Show.date(model.now)}.</p> ++
       model.notes.getOrElse("", Nil).map(Show.note)
 
   private def processes(sampled: Seq[ProcessView]): String = {

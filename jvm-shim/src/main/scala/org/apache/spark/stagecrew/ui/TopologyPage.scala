@@ -61,9 +61,9 @@ private[stagecrew] object TopologyPage {
       "Jobs" -> Show.fact(topology.jobs.toString), "Executors" -> Show.several(topology.askedBy),
       "Partitions" -> Show.fact(partitions(stored)),
       "Lost executors" -> Show.several(topology.lostExecutors),
-      "Lost before these" -> Show.fact(if (topology.forgottenExecutors == 0) "" else
+      "Earlier lost executors" -> Show.fact(if (topology.forgottenExecutors == 0) "" else
         s"${topology.forgottenExecutors}; their counts are in the row '${Topology.Forgotten}'"),
-      "Coordinators before these" -> Show.fact(if (topology.forgottenOperators == 0) "" else
+      "Earlier coordinators" -> Show.fact(if (topology.forgottenOperators == 0) "" else
         s"${topology.forgottenOperators}; their counts are in the row '${Topology.Forgotten}'"),
       "Unclosed" -> Show.several(topology.unclosed))
   }
