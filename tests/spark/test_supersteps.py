@@ -35,7 +35,7 @@ def row_batch(subtask: int, value: float) -> pa.RecordBatch:
 
 
 def numbers(batches: Any) -> list[int]:
-    return [value for one in batches for value in one.column("id").to_pylist()]
+    return [value for batch in batches for value in batch.column("id").to_pylist()]
 
 
 def mean_by_supersteps(steps: Any, batches: Any) -> Any:
@@ -167,7 +167,7 @@ def fail_in_third_step(path: str, fault: str, times: int) -> Any:
     "fault", ["raises", *(pytest.param(fault, marks=pytest.mark.long) for fault in ("worker", "executor"))]
 )
 def test_a_failed_task_restarts_the_whole_stage(sessions, tmp_path, fault):
-    """The whole stage runs again from its first step. Nothing of the earlier attempt is in the result."""
+    """The whole stage runs again from its first step. The result contains nothing from the earlier attempt."""
     cluster = sessions.get(LOCAL_CLUSTER)
     (tmp_path / "n").mkdir()
     with stagecrew.crew(cluster).topology("t") as topology:
@@ -177,7 +177,7 @@ def test_a_failed_task_restarts_the_whole_stage(sessions, tmp_path, fault):
         assert len(os.listdir(tmp_path / "n")) == 2
 
 
-def test_a_task_that_always_fails_fails_the_job_at_sparks_limit(cluster, tmp_path):
+def test_the_job_fails_at_sparks_limit_if_a_task_always_fails(cluster, tmp_path):
     """The job fails with the task's own error after as many stage attempts as Spark allows."""
     (tmp_path / "n").mkdir()
     with stagecrew.crew(cluster).topology("t") as topology:
@@ -205,10 +205,12 @@ def test_all_subtasks_run_again_when_some_output_is_lost(sessions, journal):
         expected = [(subtask, 4950.0) for subtask in range(4)]
         assert sorted(map(tuple, rows.collect())) == expected
         first = journal.read()
-        assert sorted((one["subtask"], one["together"]) for one in first) == [(subtask, 4) for subtask in range(4)]
+        assert sorted((record["subtask"], record["together"]) for record in first) == [
+            (subtask, 4) for subtask in range(4)
+        ]
         assert sorted(map(tuple, rows.collect())) == expected
         assert len(journal.read()) == 4  # no task ran again
-        executor_by_subtask = {one["subtask"]: one["executor"] for one in first}
+        executor_by_subtask = {record["subtask"]: record["executor"] for record in first}
         lost = sorted(subtask for subtask in range(4) if executor_by_subtask[subtask] == executor_by_subtask[0])
         assert len(lost) == 2  # two executors with two slots each
         executors_before = executor_addresses(cluster)
@@ -219,10 +221,9 @@ def test_all_subtasks_run_again_when_some_output_is_lost(sessions, journal):
         )
         assert sorted(map(tuple, rows.collect())) == expected
     reruns = journal.read()[4:]
-    assert (
-        sorted(one["subtask"] for one in reruns if one["together"] == 2) == lost
-    )  # the tasks that Spark reran by itself
-    assert sorted(one["subtask"] for one in reruns if one["together"] == 4) == [0, 1, 2, 3]
+    rerun_by_spark = sorted(record["subtask"] for record in reruns if record["together"] == 2)
+    assert rerun_by_spark == lost
+    assert sorted(record["subtask"] for record in reruns if record["together"] == 4) == [0, 1, 2, 3]
     assert len(reruns) == 6
 
 
@@ -255,14 +256,16 @@ def executor_addresses(spark: Any) -> set[str]:
         ),
         (
             lambda steps: steps.reduce(1 if steps.subtask == 0 else [1]),
-            "sum of values that differ: number of subtask 0 and list of subtask 1",
+            "sum of values that differ: number in subtask 0 and list in subtask 1",
         ),
     ],
     ids=["less often", "another ready-made reducer", "another function", "another name", "another kind of value"],
 )
 def test_tasks_that_reduce_differently_fail_with_a_clear_error(cluster, work, message):
-    """A task reduces less often, with another reducer, or another kind of value: the error names it, and no task
-    hangs."""
+    """Two tasks differ in the number of reductions, the reducer or the kind of value.
+
+    The error names the difference, and no task hangs.
+    """
 
     def work_and_yield(steps, batches):
         work(steps)
@@ -275,8 +278,11 @@ def test_tasks_that_reduce_differently_fail_with_a_clear_error(cluster, work, me
         topology.supersteps(cluster.range(0, 2, 1, 2), work_and_yield, SCHEMA).collect()
 
 
-def test_functions_of_the_user_reduce_by_their_name(cluster):
-    """Tasks on two executors make their own functions, and reduce with them by name: a lambda, a partial, an object, an importable one."""
+def test_user_functions_with_the_same_name_are_the_same_reducer(cluster):
+    """Each task makes its own functions. They count as one reducer if their names are equal.
+
+    The functions are a lambda, a partial, a callable object and an importable function.
+    """
     with stagecrew.crew(cluster).topology("t") as topology:
 
         def work(steps, batches):
@@ -368,8 +374,8 @@ def test_the_pagerank_example_gives_the_result_of_a_single_process(sessions):
     assert np.allclose([row["rank"] for row in sorted(rows)], expected, rtol=0, atol=10 * epsilon)
 
 
-def test_too_few_slots_fail_with_the_remedy(sessions, caplog):
-    """With more partitions than slots, Spark's error is raised instead of an endless wait, with the remedy."""
+def test_the_error_for_too_few_slots_contains_the_remedy(sessions, caplog):
+    """With more partitions than slots, the action does not wait forever: Spark's error is raised, with a remedy added."""
     spark = sessions.get(LOCAL)
     with (
         pytest.raises(Exception, match="requires more slots") as failed,
@@ -390,8 +396,8 @@ def test_too_few_slots_fail_with_the_remedy(sessions, caplog):
     assert caplog.records == []
 
 
-def test_dynamic_allocation_is_refused_with_the_remedy(sessions):
-    """Spark does not run barrier stages with dynamic allocation. The error comes before any task, with the remedy."""
+def test_the_error_for_dynamic_allocation_contains_the_remedy(sessions):
+    """Spark does not run barrier stages with dynamic allocation. The error is raised before any task runs."""
     spark = sessions.get(LOCAL, **{"spark.dynamicAllocation.enabled": "true"})
     with (
         stagecrew.crew(spark).topology("t") as topology,
@@ -401,7 +407,7 @@ def test_dynamic_allocation_is_refused_with_the_remedy(sessions):
 
 
 def test_invalid_arguments_are_rejected(sessions):
-    """Arguments that are no DataFrame, no function or no timeout, and a closed topology, are rejected."""
+    """Supersteps reject arguments and yielded values of a wrong type, a timeout of zero, and a closed topology."""
     spark = sessions.get(LOCAL)
     with stagecrew.crew(spark).topology("t") as topology:
         frame = spark.range(2)

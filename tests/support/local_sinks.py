@@ -1,4 +1,4 @@
-"""Trials of sinks on the disk of this host."""
+"""Trials of the sinks that can run on a local disk."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ class _LikeHdfs(LocalFileSystem):
 
 
 def like_hdfs() -> pyarrow.fs.FileSystem:
-    """Returns the disk of this host, with renames like those of HDFS."""
+    """Returns a local file system whose renames behave like those of HDFS."""
     return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(_LikeHdfs(auto_mkdir=True, skip_instance_cache=True)))
 
 
 def files(folder: Path) -> list[str]:
+    """Returns the paths of all files below a folder, relative to it."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def files_in(folder: Path) -> Callable[[], list[tuple[str, int | None]]]:
+def file_lister(folder: Path) -> Callable[[], list[tuple[str, int | None]]]:
+    """Returns a function that lists the files and folders below a folder, with their sizes."""
     return lambda: files_below(pyarrow.fs.LocalFileSystem(), str(folder))
 
 
@@ -64,7 +66,7 @@ def parquet(tmp_path: Path) -> Trial:
             path.name for path in (tmp_path / "out").glob("_stagecrew-*")
         ]
 
-    state = files_in(tmp_path / "out")
+    state = file_lister(tmp_path / "out")
     return Trial(lambda: ParquetSink(target), FileCommitLog(tmp_path / "log"), visible, leftovers, watch_files, state)
 
 
@@ -82,7 +84,7 @@ def appended(tmp_path: Path) -> Trial:
         ]
 
     make = lambda: ParquetSink(target, mode="append")  # noqa: E731
-    return Trial(make, FileCommitLog(tmp_path / "log"), visible, leftovers, watch_files, files_in(target))
+    return Trial(make, FileCommitLog(tmp_path / "log"), visible, leftovers, watch_files, file_lister(target))
 
 
 def objects(tmp_path: Path) -> Trial:
@@ -101,7 +103,7 @@ def objects(tmp_path: Path) -> Trial:
             known = set()
         return [name for name in files(target) if name not in known and not name.startswith("_stagecrew/")]
 
-    commit_log, state = FileCommitLog(tmp_path / "log"), files_in(target)
+    commit_log, state = FileCommitLog(tmp_path / "log"), file_lister(target)
     return Trial(lambda: ObjectSink(target), commit_log, visible, leftovers, watch_files, state)
 
 
@@ -132,17 +134,17 @@ def sqlite(tmp_path: Path) -> Trial:
 def iceberg(tmp_path: Path, uri: str = "") -> Trial:
     from pyiceberg.catalog import load_catalog
 
-    where = {
+    properties = {
         "type": "sql",
         "uri": uri or f"sqlite:///{tmp_path}/catalog.db",
         "warehouse": f"file://{tmp_path}/warehouse",
     }
-    with contextlib.closing(load_catalog("default", **where)) as catalog:
+    with contextlib.closing(load_catalog("default", **properties)) as catalog:
         catalog.create_namespace_if_not_exists("db")
         catalog.create_table("db.target", SCHEMA)
 
     def table() -> Any:
-        with contextlib.closing(load_catalog("default", **where)) as catalog:
+        with contextlib.closing(load_catalog("default", **properties)) as catalog:
             return catalog.load_table("db.target")
 
     def leftovers():
@@ -154,12 +156,12 @@ def iceberg(tmp_path: Path, uri: str = "") -> Trial:
         ]
 
     return Trial(
-        lambda: IcebergSink("db.target", properties=where),
+        lambda: IcebergSink("db.target", properties=properties),
         FileCommitLog(tmp_path / "log"),
         lambda: [(row["id"], row["text"]) for row in table().scan().to_arrow().to_pylist()],
         leftovers,
         watch_iceberg,
-        lambda: (table().metadata_location, files_in(tmp_path / "warehouse" / "db" / "target" / "data")()),
+        lambda: (table().metadata_location, file_lister(tmp_path / "warehouse" / "db" / "target" / "data")()),
     )
 
 

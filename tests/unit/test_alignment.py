@@ -349,7 +349,7 @@ def test_a_task_that_reads_one_split_for_long_becomes_idle(idle_after):
     """After `idle_after` it holds back no other task until it requests its next split. Without it, it always does."""
     merged = EventTimeSplits({"a": [0, 9, 100], "b": [200]}, lambda split: split, DRIFT, idle_after)
     with CoordinatorHarness(lambda context: SplitCoordinator(context, merged, 60.0)) as harness:
-        harness.coordinator._reading._clock = lambda: harness.now
+        harness.coordinator._watermarks._clock = lambda: harness.now
         slow, other, third = (harness.evaluation(subtask) for subtask in range(3))
         assert pickle.loads(slow.request((0, "h"))) == ("a", 0)
         assert pickle.loads(other.request((0, "h"))) == ("a", 9)

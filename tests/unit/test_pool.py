@@ -79,20 +79,20 @@ def test_errors_of_calls_are_passed_to_failed(pool):
     loop.call(lambda: 1 // 0)
     loop.call(made.append, 1)
     assert loop.end(10)
-    loop.call(made.append, 2)  # after its end: nothing
+    loop.call(made.append, 2)  # the loop has ended, so this call never runs
     assert ([type(one) for one in failures], made) == ([ZeroDivisionError], [1])
 
 
-def test_the_end_of_a_loop_is_bounded(pool):
-    """Ending a blocked loop waits at most for the timeout, and not at all from a call of the loop itself."""
-    go, ends = threading.Event(), []
-    loop = Loop("o", ends.append, lambda: None, pool=pool)
-    loop.call(lambda: (ends.append(loop.is_current), go.wait(30), ends.append(loop.end(30))))
+def test_ending_a_loop_waits_no_longer_than_the_timeout(pool):
+    """`end` of a blocked loop returns after its timeout. If a call of the loop itself calls `end`, it returns at once."""
+    go, found = threading.Event(), []
+    loop = Loop("o", found.append, lambda: None, pool=pool)
+    loop.call(lambda: (found.append(loop.is_current), go.wait(30), found.append(loop.end(30))))
     assert not loop.end(0.05)
     assert not loop.is_current
     go.set()
     assert loop.end(10)
-    assert ends == [True, False]
+    assert found == [True, False]
 
 
 def test_blocking_tasks_do_not_stop_others(pool):
@@ -110,7 +110,7 @@ def test_blocking_tasks_do_not_stop_others(pool):
 def test_idle_threads_end(pool, timers, monkeypatch):
     """1,000 loops share a few threads. An idle pool has no threads and no timers."""
     monkeypatch.setattr(pool_module, "_IDLE", 0.05)
-    name, timing = pool._name, set(threads_of("stagecrew-timers"))
+    name, earlier_timer_threads = pool._name, set(threads_of("stagecrew-timers"))
     loops = [Loop("o", pytest.fail, lambda: None, pool=pool) for _ in range(1000)]
     called = threading.Event()
     timers.later(0.01, called.set)
@@ -120,7 +120,7 @@ def test_idle_threads_end(pool, timers, monkeypatch):
     for loop in loops:
         assert loop.end(10)
     assert called.wait(10)
-    eventually(lambda: not threads_of(name) and set(threads_of("stagecrew-timers")) <= timing, 10)
+    eventually(lambda: not threads_of(name) and set(threads_of("stagecrew-timers")) <= earlier_timer_threads, 10)
     again = threading.Event()
     pool.submit(again.set)
     assert again.wait(10)
@@ -129,7 +129,7 @@ def test_idle_threads_end(pool, timers, monkeypatch):
 
 
 class Frames:
-    """A reader whose frames are tasks."""
+    """A reader that submits a task to the pool for each frame."""
 
     def __init__(self, pool):
         self.pool, self.frames = pool, []
@@ -156,8 +156,8 @@ class Frames:
             self.changed.notify()
 
 
-def test_the_reading_thread_runs_what_it_read(pool):
-    """An idle thread reads, and runs a task that it reads itself. A task from elsewhere wakes it."""
+def test_the_reading_thread_runs_the_tasks_that_it_read(pool):
+    """An idle thread reads frames, and runs the tasks of these frames itself. Any other new task wakes it."""
     frames = Frames(pool)
     pool.set_reader(frames)
     for number in range(5):
@@ -172,7 +172,7 @@ def test_the_reading_thread_runs_what_it_read(pool):
 
 
 def test_timers_run_in_order_unless_cancelled(timers):
-    """Each timer runs at its time, in whatever order timers were set. One that raises stops no other."""
+    """Timers run at their times, in whatever order they were set. A timer that raises does not stop the others."""
     called, done = [], threading.Event()
     timers.later(0.15, done.set)
     for seconds in (0.1, 0.02, 0.06):
@@ -193,11 +193,11 @@ def test_async_calls_are_bounded_and_dropped_at_close(timers):
     eventually(lambda: len(begun) == 5, 10)
     background.close()
     go.set()
-    time.sleep(0.05)  # no need to wait: a dropped call would begin now
+    time.sleep(0.05)  # a call that was not dropped would begin now
     assert sorted(begun, key=str) == [0, 1, 2, 3, "timer"]
 
 
-def test_a_hanging_call_keeps_no_process_alive():
+def test_a_hanging_call_does_not_keep_the_process_alive():
     """A process whose coordinator waits forever in `call_async` ends with its main thread."""
     code = (
         "import threading\n"

@@ -76,7 +76,7 @@ def executor(monkeypatch):
             worker=worker_process.WorkerProcess("place"), say=executor_end.sendall, receive=receive, end=executor_end.close, ended=ended,
             spark=spark, output=output,
         )  # fmt: skip
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, worker_process._ENDING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, worker_process._END_SIGNALS)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     channel.close()

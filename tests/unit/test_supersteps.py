@@ -149,9 +149,9 @@ def test_sums_are_reproducible():
 @pytest.mark.parametrize(
     ("op", "values", "words"),
     [
-        ("sum", [1, np.array([1])], "number of subtask 0 and numpy array of shape"),
-        ("max", [None, 1, None, "a"], "number of subtask 1 and str of subtask 3"),
-        ("sum", [np.zeros(2), np.zeros(3)], r"shape \(2,\) of subtask 0 and numpy array of shape \(3,\) of subtask 1"),
+        ("sum", [1, np.array([1])], "number in subtask 0 and numpy array of shape"),
+        ("max", [None, 1, None, "a"], "number in subtask 1 and str in subtask 3"),
+        ("sum", [np.zeros(2), np.zeros(3)], r"shape \(2,\) in subtask 0 and numpy array of shape \(3,\) in subtask 1"),
         ("sum", [pa.array([1]), pa.array([1.5])], "Arrow array of int64"),
         ("sum", [["a"], ["b"]], "no sum of list"),
         ("concat", [1, 2], "no concatenation of number"),

@@ -63,7 +63,7 @@ _TYPES: Final = {"string": pa.string(), "bigint": pa.int64(), "double": pa.float
 
 
 def enriched(flights: pa.RecordBatch, database: Database, connection: Any) -> pa.RecordBatch:
-    """Returns an enriched batch. It sends one query to each table."""
+    """Returns an enriched batch. The function sends one query to each table."""
     columns = {name: flights.column(name) for name in FLIGHT}
     keys = {**columns, "origin_hour": pc.binary_join_element_wise(columns["origin"], columns["time_hour"], " ")}
     for table, key, flight_column, added in LOOKUPS:
@@ -78,7 +78,7 @@ def enriched(flights: pa.RecordBatch, database: Database, connection: Any) -> pa
 
 
 def unchanged(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Returns the batches unchanged. It imports psycopg first, so that no import is part of the timed enrichments."""
+    """Yields the batches unchanged. Imports psycopg first, so that the timed enrichments do not include the import."""
     with contextlib.suppress(ImportError):
         import psycopg_pool  # noqa: F401
     yield from batches

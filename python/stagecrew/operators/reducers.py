@@ -118,8 +118,8 @@ def _require_alike(name: str, values: Mapping[int, Any]) -> None:
     for other in others:
         if found[other] != found[first]:
             raise OperatorFailed(
-                f"{name} of values that differ: {_kind_and_shape(found[first])} of subtask {first} and "
-                f"{_kind_and_shape(found[other])} of subtask {other}. Let all subtasks give values of one kind and "
+                f"{name} of values that differ: {_kind_and_shape(found[first])} in subtask {first} and "
+                f"{_kind_and_shape(found[other])} in subtask {other}. Let all subtasks give values of one kind and "
                 "shape"
             )
 

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SplitCoordinator", "read_splits"]
 
-#: The period, in seconds, of the check whether the enumerator is late.
+#: How often, in seconds, the coordinator checks whether the enumerator is late.
 _WATCH: Final = 1.0
-#: How many seconds one request may spend on reading ahead, if the enumerator knows locations.
+#: How many seconds one request may spend on reading ahead, if the enumerator has the locations of its splits.
 _AHEAD: Final = 1.0
-#: The period, in seconds, of the check for idle evaluations, if splits have event times.
+#: How often, in seconds, the coordinator checks for idle evaluations, if splits have event times.
 _IDLE_CHECK: Final = 0.2
 #: After this many seconds, a held request gets the reply `HELD`, and its task asks again. This is far below the request
 #: timeout.
@@ -68,17 +68,17 @@ class SplitCoordinator(Coordinator):
         self._enumerator_timeout = enumerator_timeout
         self._is_list = isinstance(enumerator, Sequence)
         self._splits = len(enumerator) if self._is_list else None
-        self._read: dict[int, int] = {}  # subtask -> the number of splits of its log that it has read
+        self._read: dict[int, int] = {}  # for each subtask, how many splits in its log it has read
         self._log = SplitLog(enumerator, f"operator {context.operator!r}", self._on_split)
         #: While a request reads the enumerator: when the request began, and when the last split arrived.
         self._request_began = 0.0
         self._waiting_since: float | None = None
-        #: If splits have event times: the split that each evaluation reads, and the requests that wait for the slowest
-        #: of them.
-        self._reading: WatermarkGroup[int] | None = None
+        #: If splits have event times: the event time of the split that each evaluation reads, and the requests that
+        #: wait for the evaluation with the earliest one.
+        self._watermarks: WatermarkGroup[int] | None = None
         self._held: dict[int, _HeldRequest] = {}
         if hasattr(enumerator, "event_time"):
-            self._reading = WatermarkGroup(enumerator.drift, enumerator.idle_after)
+            self._watermarks = WatermarkGroup(enumerator.drift, enumerator.idle_after)
 
     def start(self) -> None:
         """See `Coordinator`."""
@@ -86,11 +86,11 @@ class SplitCoordinator(Coordinator):
             self.context.call_async(
                 self._check_enumerator, _ignore, period=min(_WATCH, self._enumerator_timeout / 4), while_live=True
             )
-        if self._reading is not None:
+        if self._watermarks is not None:
             self.context.every(_IDLE_CHECK, self._release_held, while_live=True)
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> bytes | Future[bytes | None] | None:
-        """Handles the request for the split at an index of the subtask's log. The task has read the split before it.
+        """Returns the split at an index of the subtask's log. The task has read all splits before this index.
 
         The reply is None after the last split.
         """
@@ -98,10 +98,10 @@ class SplitCoordinator(Coordinator):
         assert evaluation.subtask is not None
         if index > self._read.get(evaluation.subtask, 0):
             self._read[evaluation.subtask] = index
-        if self._reading is None:
+        if self._watermarks is None:
             return self._split_at(evaluation, index, host)
-        self._reading.remove(evaluation.id)
-        split = self._split_at(evaluation, index, host, self._reading)
+        self._watermarks.remove(evaluation.id)
+        split = self._split_at(evaluation, index, host, self._watermarks)
         if split != HELD:
             self._release_held()
             return split
@@ -122,22 +122,22 @@ class SplitCoordinator(Coordinator):
         self._remove(evaluation)
 
     def _remove(self, evaluation: Evaluation) -> None:
-        if self._reading is not None:
-            self._reading.remove(evaluation.id)
+        if self._watermarks is not None:
+            self._watermarks.remove(evaluation.id)
             self._held.pop(evaluation.id, None)
             self._release_held()
 
     def _split_at(
-        self, evaluation: Evaluation, index: int, host: str, reading: WatermarkGroup[int] | None = None
+        self, evaluation: Evaluation, index: int, host: str, watermarks: WatermarkGroup[int] | None = None
     ) -> bytes | None:
         assert evaluation.subtask is not None
         self._request_began = self._waiting_since = time.monotonic()
         try:
-            if reading is None:
+            if watermarks is None:
                 return self._log.at(evaluation.subtask, index, host)
-            split = self._log.at(evaluation.subtask, index, host, reading)
+            split = self._log.at(evaluation.subtask, index, host, watermarks)
             if split is not None and split != HELD:
-                reading.report(evaluation.id, self._log.event_time(split))
+                watermarks.report(evaluation.id, self._log.event_time(split))
             return split
         except OperatorFailed as error:
             self.context.fail(error)
@@ -152,11 +152,11 @@ class SplitCoordinator(Coordinator):
 
     def _release_held(self) -> None:
         """Replies to held requests whose split may be assigned now, and to those that were held long enough."""
-        assert self._reading is not None
+        assert self._watermarks is not None
         now = time.monotonic()
         for id_, held in list(self._held.items()):
             try:
-                split = self._split_at(held.evaluation, held.index, held.host, self._reading)
+                split = self._split_at(held.evaluation, held.index, held.host, self._watermarks)
             except OperatorFailed as error:
                 held.reply.set_exception(error)
             else:
@@ -169,12 +169,12 @@ class SplitCoordinator(Coordinator):
         """See `Coordinator`."""
         if not self._held:
             return ""
-        return f"the tasks that read the earliest splits: {_counted(len(self._held), 'subtask')} may not read on before"
+        return f"the tasks that read the earliest splits: {_counted(len(self._held), 'subtask')} must wait for them"
 
     def progress(self) -> dict[str, Any]:
         """See `Coordinator`.
 
-        A split is done when its task asks for the next one. The remaining number is known if the splits are a list.
+        A split is done when its task asks for the next one. The number of splits left is known if they are a list.
         """
         given, done = self._log.given, sum(self._read.values())
         found = {"splits done": done, "splits in work": given - done}
@@ -237,10 +237,14 @@ def read_splits(
     tasks = context.defaultParallelism if parallelism is None else parallelism
     if not isinstance(tasks, int) or tasks < 1:
         raise OperatorMisused(f"parallelism is the number of tasks, a whole number of at least 1, not {tasks!r}")
-    enumerator_timeout = (
-        0.9 * scope.request_timeout
-    )  # the coordinator names the late enumerator before the task's request times out
-    operator = Operator(scope, name, lambda made_for: SplitCoordinator(made_for, enumerator, enumerator_timeout), use)
+    # The coordinator reports a late enumerator before the task's request times out.
+    enumerator_timeout = 0.9 * scope.request_timeout
+    operator = Operator(
+        scope,
+        name,
+        lambda coordinator_context: SplitCoordinator(coordinator_context, enumerator, enumerator_timeout),
+        use,
+    )
     session = SparkSession.getActiveSession() or SparkSession(context)
 
     def work(gateway: TaskGateway, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

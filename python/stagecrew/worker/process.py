@@ -5,8 +5,8 @@ Everything happens on the worker's main thread. `daemon.py` hooks it into PySpar
 
 from __future__ import annotations
 
-# `signal.signal` and `signal.pthread_sigmask` call this module. Their enums would cost 60 us per task, half of the
-# total.
+# `signal.signal` and `signal.pthread_sigmask` only call this module and convert enums. The conversions would cost 60 us
+# per task, half of the overhead of a task with listeners.
 import _signal  # type: ignore[import-not-found]
 import contextlib
 import os
@@ -30,13 +30,13 @@ from stagecrew.worker.lifecycle import Lifecycle
 
 __all__ = ["CHAIN", "PLACE", "STAGE_ATTEMPT", "WorkerProcess"]
 
-#: Local properties that the executor's shim sets: the topologies of the task, outermost first, the place file, and the
-#: attempt of the stage, which PySpark's TaskContext does not have.
+#: Local properties that the executor's shim sets: the topologies of the task (outermost first), the place file (which
+#: has the port and the token of the channel), and the attempt of the stage, which PySpark's TaskContext does not have.
 CHAIN: Final = "spark.stagecrew.chain"
 PLACE: Final = "spark.stagecrew.place"
 STAGE_ATTEMPT: Final = "spark.stagecrew.stageAttempt"
 
-_ENDING: Final = (int(signal.SIGTERM), int(signal.SIGHUP))
+_END_SIGNALS: Final = (int(signal.SIGTERM), int(signal.SIGHUP))
 
 
 class WorkerProcess:
@@ -52,7 +52,7 @@ class WorkerProcess:
         self._noted: int | None = None
         self._output: BinaryIO | None = None
         #: Spark's stream of a killed task. It is closed when the task has ended.
-        self._cut: socket.socket | None = None
+        self._cut_stream: socket.socket | None = None
         self._resolving = contextlib.ExitStack()
         fork_safety.forget_in_children(self)
 
@@ -61,7 +61,7 @@ class WorkerProcess:
 
         Everything else belongs to the parent.
         """
-        fork_safety.default_signals(_ENDING, self._signalled)
+        fork_safety.default_signals(_END_SIGNALS, self._signalled)
         self._hooks.forked()
         self._lifecycle.disown()
         self._channel.close()
@@ -75,10 +75,10 @@ class WorkerProcess:
     # -- a task
 
     def begin(self, context: Any, chain: list[str], output: BinaryIO) -> None:
-        """A task begins, whose output this is: opens and decorates, or raises the exception of a listener."""
+        """Begins a task: opens and decorates its listeners. Raises the exception of a listener that fails."""
         self._attempt = context.taskAttemptId()
         self._output = output
-        self._take_signals("raise")
+        self._install_handlers("raise")
         self._resolving.enter_context(resolving(self._lifecycle.find))
         self._channel.send("BEGIN", attempt=self._attempt)
         self._raise_noted()  # noted while Spark's worker read the task
@@ -91,9 +91,10 @@ class WorkerProcess:
     def begin_without_listeners(self, output: BinaryIO) -> None:
         """Begins a task without listeners while listeners are open, so that a signal can end it, too."""
         if self.anything_open:
-            self._resolving.enter_context(resolving(self._lifecycle.find))  # it says which topologies have a listener
+            # The error that `get()` raises in such a task then names the topologies that have the listener.
+            self._resolving.enter_context(resolving(self._lifecycle.find))
             self._output = output
-            self._take_signals("raise")
+            self._install_handlers("raise")
             self._raise_noted()
 
     def end(self, error: BaseException | None) -> None:
@@ -105,7 +106,7 @@ class WorkerProcess:
                 self._end_attempt(self._attempt, error)
         finally:
             self._resolving.close()
-            stream, self._cut = self._cut, None
+            stream, self._cut_stream = self._cut_stream, None
             if stream is not None:
                 with contextlib.suppress(OSError), stream:
                     stream.shutdown(socket.SHUT_WR)
@@ -146,7 +147,7 @@ class WorkerProcess:
         """
         with self._leaving_on_signal():
             graceful_shutdown.needs(self._time_to_close())
-            self._obey()  # poll does not see frames that were read while the task waited for a description
+            self._handle_frames()  # poll does not see frames that were read while the task waited for a description
             if not self.anything_open and self._channel.fileno() < 0:
                 return
             poller = select.poll()
@@ -155,7 +156,7 @@ class WorkerProcess:
             while True:
                 ready = {fd for fd, _ in poller.poll()}
                 if self._channel.fileno() in ready:
-                    self._obey()
+                    self._handle_frames()
                 if not self.anything_open and self._channel.fileno() < 0:
                     return
                 if task_socket.fileno() in ready:
@@ -164,13 +165,13 @@ class WorkerProcess:
                 self.leave("the worker is not needed any more")
                 return
         # Spark's worker() resets these signals first. They are held until our handlers are set again.
-        _signal.pthread_sigmask(_signal.SIG_BLOCK, _ENDING)
+        _signal.pthread_sigmask(_signal.SIG_BLOCK, _END_SIGNALS)
 
     def resumed(self) -> None:
         """Sets the signal handlers again. Spark's worker() has reset them and is about to run the task."""
         if self.anything_open:
-            self._take_signals("note")
-        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, _ENDING)
+            self._install_handlers("note")
+        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, _END_SIGNALS)
 
     def leave(self, reason: str) -> None:
         """Closes everything, because the process ends or has lost its executor. A second call does nothing."""
@@ -185,26 +186,26 @@ class WorkerProcess:
         # Each close has a timeout here and at the executor.
         return float(self._channel.welcome["closeTimeout"]) * self._lifecycle.open_count + 1
 
-    def _obey(self) -> None:
+    def _handle_frames(self) -> None:
         try:
             for frame in self._channel.take():
-                self._obey_one(frame)
+                self._handle_frame(frame)
         except ChannelError:
             self.leave("the executor is gone")
         if self._noted is not None:
             self._die(self._noted)
 
-    def _obey_one(self, frame: Frame) -> None:
+    def _handle_frame(self, frame: Frame) -> None:
         if frame.kind == "CLOSE":
             for topology in self._lifecycle.close(frame["topology"]):
                 self._channel.send("CLOSED", topology=topology)
 
     # -- signals
 
-    def _take_signals(self, what: str) -> None:
-        for number in _ENDING:
+    def _install_handlers(self, effect: str) -> None:
+        for number in _END_SIGNALS:
             _signal.signal(number, self._signalled)
-        self._on_signal = what
+        self._on_signal = effect
 
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
         if self._lifecycle.closing or self._on_signal == "note":
@@ -219,9 +220,9 @@ class WorkerProcess:
             self._raise(self._noted)
 
     def _raise(self, number: int) -> NoReturn:
-        self._on_signal = "note"  # once
+        self._on_signal = "note"  # a task is interrupted only once
         if self._output is not None:
-            self._cut = _cut(self._output)
+            self._cut_stream = _cut_off(self._output)
         raise TaskKilled(f"Spark asked the task to end ({signal.Signals(number).name})")
 
     def _die(self, number: int) -> None:
@@ -232,7 +233,7 @@ class WorkerProcess:
 
     @contextlib.contextmanager
     def _leaving_on_signal(self) -> Iterator[None]:
-        self._take_signals("leave")
+        self._install_handlers("leave")
         try:
             yield
         finally:
@@ -246,12 +247,12 @@ def _ended(task_socket: socket.socket) -> bool:
         return True
 
 
-def _cut(output: BinaryIO) -> socket.socket | None:
+def _cut_off(output: BinaryIO) -> socket.socket | None:
     """Discards further output to Spark. Returns the stream itself, which the caller closes when the task has ended.
 
-    Then Spark reads the end of the stream, as if the signal had killed the process, and knows that its own signal has
-    worked, as for `spark.sql.execution.pyspark.udf.killOnIdleTimeout` (PythonRunner.scala). An exception would look
-    like an exception of the user's function.
+    Spark then reads the end of the stream, as if the signal had killed the process. So Spark knows that its own signal
+    worked, for example the signal of `spark.sql.execution.pyspark.udf.killOnIdleTimeout` (PythonRunner.scala). If the
+    worker sent an exception instead, it would look like one from the user's function.
     """
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         stream = socket.socket(fileno=os.dup(output.fileno()))
@@ -261,7 +262,7 @@ def _cut(output: BinaryIO) -> socket.socket | None:
 
 
 def flush_standard_streams() -> None:
-    """Flushes the output of listeners that closed: Spark ends a worker with `os._exit`."""
+    """Flushes the output of listeners that closed, because Spark ends a worker with `os._exit`."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -90,8 +90,8 @@ class Job:
     ) -> None:
         self.id, self.attempt = id_, attempt
         self._steps, self._commits, self._retry_timeout = steps, commits, retry_timeout
-        #: The ids of all commits of the job start with this. Slashes in a job's id are quoted, so that it cannot equal
-        #: the id of another job and a step.
+        #: The ids of all commits of the job start with this. Slashes in the job's id are quoted. Otherwise job `a/b`
+        #: could have the same prefix as step `b` of job `a`.
         self._commit_prefix = f"{id_.replace('%', '%25').replace('/', '%2F')}/"
         self.restored = bool(self._read(steps.names))
         self._progress = JobProgress({"job": id_, "run": str(attempt), **(facts or {})})
@@ -99,7 +99,7 @@ class Job:
         self._ended = False
         self._lock = threading.Lock()
         self._used: set[tuple[str, str]] = set()
-        #: For each stream, the last batch whose states its coordinators have; None while they are in a batch.
+        #: For each stream, the batch whose final states its coordinators have; None while a batch runs.
         self._positions: dict[str, int | None] = {}
         #: For each stream whose first batch started in this run, the states of its coordinators before that batch.
         self._initial_states: dict[str, dict[str, bytes]] = {}
@@ -113,24 +113,25 @@ class Job:
         """Runs a step once: a later run returns its stored result and does not call `f`.
 
         The result is durable when this returns. It is stored in one write with the states of all coordinators in the
-        topologies around this thread. A later run that skips the step restores these states. The name of a step inside
-        another step includes the outer one's name. Steps may run at the same time in several threads, each in its own
-        topology.
+        topologies that this thread is in. A later run that skips the step restores these states. The name of a step
+        inside another step includes the outer one's name. Steps may run at the same time in several threads, each in
+        its own topology.
 
         Not promised: `f` may run more than once. If a run dies in `f`, its side effects stay, and the next run calls
         `f` again. So data that is written without `topology.commit` may be written twice.
 
         Args:
-            name: The name of the step, unique at its place. It must not contain a slash.
+            name: The name of the step, unique in the enclosing step or batch, or else in the job. It must not contain a
+                slash.
             f: The work of the step. Its result must be picklable.
 
         Returns:
             The result of `f`, from this run or from an earlier one.
 
         Raises:
-            JobError: A step with this name was used at the same place.
-            JobError: The result cannot be pickled, or another step or thread uses the coordinators of the same topology
-                now.
+            JobError: The enclosing step or batch, or else the job, already has a step with this name.
+            JobError: The result cannot be pickled, or another step or thread uses coordinators of the same topology at
+                the same time.
             ConfigurationError: The name is empty or has a slash.
             StateStorageError: The result could not be stored for ten minutes.
             StoreError: The store was unavailable for ten minutes.
@@ -148,11 +149,12 @@ class Job:
 
         If Spark repeats a batch that it had not committed, this returns the stored result of a finished batch. If the
         batch was not finished, the coordinators get the states that they had after the previous batch, or when the
-        query started. So their states always match the batch in Spark's commit log. The last two batches are kept; uses
-        of operators in older ones end.
+        query started. So their states always match the batch in Spark's commit log. The last two batches are kept. When
+        an older batch is removed, its uses of operators end.
 
         Args:
-            name: The name of the query, unique at its place. It must not contain a slash.
+            name: The name of the query, unique in the enclosing step or batch, or else in the job. It must not contain
+                a slash.
             batch_id: The id of the batch that Spark passes, from 0.
             f: The work of the batch. Its result must be picklable.
 
@@ -160,8 +162,8 @@ class Job:
             The result of `f`, from this run or from an earlier one.
 
         Raises:
-            JobError: Neither this batch nor the previous one is stored, but an older one is: the query has another
-                checkpoint location than before. Also for the reasons of `step`.
+            JobError: Neither this batch nor the previous one is stored, but an older one is, because the checkpoint
+                location of the query has changed. Also for the reasons of `step`.
             ConfigurationError: The name is empty or has a slash, or the id is not an integer from 0.
             StateStorageError: The result could not be stored for ten minutes.
             StoreError: The store was unavailable for ten minutes.
@@ -191,9 +193,9 @@ class Job:
         return result
 
     def after_stream(self, name: str) -> None:
-        """Restores the states of a query's coordinators after its last batch.
+        """Restores the states that a query's coordinators had at the end of its last batch.
 
-        Call it when a query of `batch` has ended.
+        Call it after the query has ended, if its `foreachBatch` function uses `batch`.
 
         In the run that executed the last batch, the coordinators have these states already. If a later run finds that
         the query has nothing left to do, Spark calls no batch, so only this method restores them.
@@ -272,7 +274,7 @@ class Job:
         with self._lock:
             if (kind, key) in self._used:
                 raise JobError(
-                    f"job {self.id!r} has already used {kind} {key!r}, so a later run would confuse their results: "
+                    f"job {self.id!r} has already used {kind} {key!r}, so a later run could not tell the two apart: "
                     "use different names"
                 )
             self._used.add((kind, key))
@@ -366,5 +368,5 @@ class Job:
 
 def _checked_name(name: str) -> str:
     if not name or "/" in name:
-        raise ConfigurationError(f"{name!r} is not a name of a step: use a text that is not empty and has no slash")
+        raise ConfigurationError(f"{name!r} is not a valid step name: use a string that is not empty and has no slash")
     return name

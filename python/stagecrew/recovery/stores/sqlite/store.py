@@ -20,7 +20,7 @@ __all__ = ["SQLiteStore"]
 
 _T = TypeVar("_T")
 
-# In the usual case no other session must be checked, and each operation is one statement.
+# Usually no other session needs to be checked, and each operation is one statement.
 _CREATE: Final = """INSERT OR IGNORE INTO entries (parent, name, value, version, session) SELECT ?1, ?2, ?3, 0, ?4
     WHERE ?1 = '' OR EXISTS (SELECT 1 FROM entries WHERE parent = ?5 AND name = ?6 AND session IS NULL)"""
 _REPLACE: Final = """UPDATE entries SET value = ?, version = version + 1
@@ -29,7 +29,7 @@ _UPDATE: Final = "UPDATE entries SET value = ?, version = version + 1 WHERE pare
 _DELETE: Final = "DELETE FROM entries WHERE parent = ? AND name = ?"
 _CHILD_SESSIONS: Final = "SELECT session FROM entries WHERE parent = ?"
 _SESSION: Final = "SELECT 1 FROM sessions WHERE name = ?"
-# These read the session in the same statement, because the data that an ended session reads may be old.
+# These also read the row of this session, in the same statement: if the session has ended, the data may be stale.
 _READ_LIVE: Final = """SELECT value, version, session FROM sessions LEFT JOIN
     (SELECT value, version, session FROM entries WHERE parent = ? AND name = ?) WHERE sessions.name = ?"""
 _CHILDREN_LIVE: Final = """SELECT child, session FROM sessions LEFT JOIN
@@ -41,13 +41,14 @@ _CLOSE_TIMEOUT: Final = 3.0
 
 
 class SQLiteStore:
-    """A `Store` in a SQLite database. All its processes must run on one host, which has the database on a local disk.
+    """A `Store` in a SQLite database on a local disk. All processes that use it must run on the host of this disk.
 
     A session ends only when its process ends: each session locks a file next to the database while it lives. A stopped
     process (SIGSTOP) is alive. If a session finds an entry of a dead session, it deletes all entries of the dead
     session.
 
-    Not promised: a session may outlive its process while a fork lives that was not made by Python (see `SessionFile`).
+    Not promised: a child that was not forked by Python may keep the session alive after the parent has died (see
+    `SessionFile`).
     """
 
     timeout = None
@@ -143,7 +144,7 @@ class SQLiteStore:
     # -- Entries (the caller has exclusive use of the session)
 
     def _entry(self, key: str) -> Entry | None:
-        row = self._row(_place(key))
+        row = self._row(_parent_and_name(key))
         if row is None:
             return None
         self._require_alive(row[2])
@@ -165,7 +166,7 @@ class SQLiteStore:
 
     def _transact(self, operations: Sequence[Operation]) -> list[int | None]:
         with Transaction(self._database):
-            # A first operation that is a check, such as a leader's fence, reads the session in its own statement.
+            # If the first operation is a check, such as a leader's fence, its statement also reads the session.
             first = operations[0] if operations else None
             if type(first) is not Check and self._connection.execute(_SESSION, (self.session,)).fetchone() is None:
                 raise self._session_lost()
@@ -173,10 +174,10 @@ class SQLiteStore:
 
     def _apply(self, operations: Sequence[Operation], index: int) -> int | None:
         operation, execute = operations[index], self._connection.execute
-        place = _place(operation.key)
+        place = _parent_and_name(operation.key)
         if isinstance(operation, Create):
             owner = self.session if operation.ephemeral else None
-            if execute(_CREATE, (*place, operation.value, owner, *_place(place[0]))).rowcount:
+            if execute(_CREATE, (*place, operation.value, owner, *_parent_and_name(place[0]))).rowcount:
                 return 0
         if isinstance(operation, Replace) and execute(_REPLACE, (operation.value, *place, operation.version)).rowcount:
             return operation.version + 1
@@ -208,7 +209,7 @@ class SQLiteStore:
             raise _DeadSessionError(session)
 
     def _without_dead_sessions(self, work: Callable[[], _T]) -> _T:
-        """Repeats the work when it finds an entry of a dead session. Deletes the entries of the dead session first."""
+        """Runs the work. If it finds an entry of a dead session, deletes that session's entries and runs it again."""
         while True:
             try:
                 return work()
@@ -227,7 +228,7 @@ class SQLiteStore:
             if not is_alive(self._folder, name):
                 self._remove_session(name)
         for name in set(os.listdir(self._folder)) - registered:  # noqa: PTH208
-            reap(self._folder, name)  # of a process that died before it registered its session
+            reap(self._folder, name)  # the file is from a process that died before it registered its session
 
     def _session_lost(self) -> SessionLost:
         self._ended = (
@@ -289,6 +290,6 @@ class _DeadSessionError(Exception):
         self.session = session
 
 
-def _place(key: str) -> tuple[str, str]:
+def _parent_and_name(key: str) -> tuple[str, str]:
     parent, _, name = key.rpartition("/")
     return parent, name
