@@ -191,7 +191,7 @@ def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
     assert 0 < operator.replies.p50 <= operator.replies.p99 <= operator.replies.max < 60
     assert 1 <= operator.acknowledgements.count <= 2 * TASKS
     assert (splits.name, splits.kind, splits.progress["splits done"]) == ("splits/1", "splits", "5")
-    assert topology.progress["splits/1"] == {"splits done": 5, "splits in work": 0, "splits left": 0}
+    assert topology.progress["splits/1"] == {"splits done": 5, "splits in progress": 0, "splits left": 0}
 
     tab = fetch_json(spark, "/stagecrew/json")
     (topology_json,) = (one for one in tab["topologies"] if one["name"] == name)

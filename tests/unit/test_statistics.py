@@ -289,13 +289,13 @@ def test_splits_report_done_and_left():
             one.request((1, "h"))
             left = {"splits left": "0"} if known else {}
             found = statistics_after(harness)[0]["progress"]
-            assert found == {"splits done": "1", "splits in work": "2", **left}
+            assert found == {"splits done": "1", "splits in progress": "2", **left}
             assert as_texts(harness.operators.progress()["operator/1"]) == found
             one.request((2, "h"))
             two.request((1, "h"))
             assert statistics_after(harness)[0]["progress"] == {
                 "splits done": "3",
-                "splits in work": "0",
+                "splits in progress": "0",
                 "splits left": "0",
             }
             assert statistics_after(harness)[0].get("kind", "splits") == "splits"

@@ -177,7 +177,7 @@ class SplitCoordinator(Coordinator):
         A split is done when its task asks for the next one. The number of splits left is known if they are a list.
         """
         given, done = self._log.given, sum(self._read.values())
-        found = {"splits done": done, "splits in work": given - done}
+        found = {"splits done": done, "splits in progress": given - done}
         left = 0 if self._log.sealed else None if self._splits is None else self._splits - given
         return found if left is None else found | {"splits left": left}
 
