@@ -36,6 +36,9 @@ CHAIN: Final = "spark.stagecrew.chain"
 PLACE: Final = "spark.stagecrew.place"
 STAGE_ATTEMPT: Final = "spark.stagecrew.stageAttempt"
 
+#: The attempt of a task without listeners, in a frame BEGIN. The executor has not booked such a task.
+UNBOOKED: Final = -1
+
 _END_SIGNALS: Final = (int(signal.SIGTERM), int(signal.SIGHUP))
 
 
@@ -89,12 +92,18 @@ class WorkerProcess:
         self._raise_noted()  # noted during the close of a listener whose open failed
 
     def begin_without_listeners(self, output: BinaryIO) -> None:
-        """Begins a task without listeners while listeners are open, so that a signal can end it, too."""
+        """Begins a task without listeners while listeners are open.
+
+        A signal can end it, too, and the exit of a topology does not wait for this worker.
+        """
         if self.anything_open:
             # The error that `get()` raises in such a task then names the topologies that have the listener.
             self._resolving.enter_context(resolving(self._lifecycle.find))
             self._output = output
             self._install_handlers("raise")
+            self._attempt = UNBOOKED
+            with contextlib.suppress(ChannelError):  # without its executor, the task needs no listener
+                self._channel.send("BEGIN", attempt=UNBOOKED)
             self._raise_noted()
 
     def end(self, error: BaseException | None) -> None:

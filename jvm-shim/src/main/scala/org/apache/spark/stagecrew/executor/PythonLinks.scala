@@ -46,7 +46,8 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
     * before this frame was read: then the END frame follows. */
   private def attemptBegan(link: Link, attempt: Long): Unit = {
     processes.began(link, attempt, crew.table.chainOf(attempt).toSet)
-    if (attempts.failureReason(attempt).contains(Evaluations.Killed)) terminate(link)
+    if (attempt == PythonLinks.Unbooked) () // a task without listeners, in a worker whose listeners are open
+    else if (attempts.failureReason(attempt).contains(Evaluations.Killed)) terminate(link)
     else if (!attempts.runs(attempt)) attempts.endAbandoned(attempt)
   }
 
@@ -102,4 +103,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
 object PythonLinks {
   /** How long a hook may take to react to the timer signal, after its timeout, before its process is killed. */
   val HookGraceMs = 1000L
+
+  /** The attempt of a task without listeners: UNBOOKED in python/stagecrew/worker/process.py. */
+  val Unbooked: Long = -1L
 }
