@@ -43,12 +43,12 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
   }
 
   /** The attempt may have been killed, or may have ended, while its worker started. A short attempt may also have ended
-    * before this frame was read: then the END frame follows. */
+    * before this frame was read: then the END frame follows. A task without listeners has no attempt that is booked here
+    * (UNBOOKED in python/stagecrew/worker/process.py). */
   private def attemptBegan(link: Link, attempt: Long): Unit = {
     processes.began(link, attempt, crew.table.chainOf(attempt).toSet)
-    if (attempt == PythonLinks.Unbooked) () // a task without listeners, in a worker whose listeners are open
-    else if (attempts.failureReason(attempt).contains(Evaluations.Killed)) terminate(link)
-    else if (!attempts.runs(attempt)) attempts.endAbandoned(attempt)
+    if (attempts.failureReason(attempt).contains(Evaluations.Killed)) terminate(link)
+    else if (attempt >= 0 && !attempts.runs(attempt)) attempts.endAbandoned(attempt)
   }
 
   private def describe(link: Link, topology: String): Unit = descriptions.known(topology) match {
@@ -103,7 +103,4 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
 object PythonLinks {
   /** How long a hook may take to react to the timer signal, after its timeout, before its process is killed. */
   val HookGraceMs = 1000L
-
-  /** The attempt of a task without listeners: UNBOOKED in python/stagecrew/worker/process.py. */
-  val Unbooked: Long = -1L
 }
