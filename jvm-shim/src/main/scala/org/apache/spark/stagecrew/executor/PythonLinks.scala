@@ -43,8 +43,8 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
   }
 
   /** The attempt may have been killed, or may have ended, while its worker started. A short attempt may also have ended
-    * before this frame was read: then the END frame follows. A task without listeners has no attempt that is booked here
-    * (UNBOOKED in python/stagecrew/worker/process.py). */
+    * before this frame was read: then the END frame follows. A task without listeners has a negative attempt (UNBOOKED
+    * in python/stagecrew/worker/process.py). */
   private def attemptBegan(link: Link, attempt: Long): Unit = {
     processes.began(link, attempt, crew.table.chainOf(attempt).toSet)
     if (attempts.failureReason(attempt).contains(Evaluations.Killed)) terminate(link)
