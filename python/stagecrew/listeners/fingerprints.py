@@ -30,8 +30,8 @@ def fingerprint(function: Any, pickled: bytes) -> bytes:
 
     A function or class that can be imported by its name is identified by that name. Any other is identified by its
     code (without line numbers), its defaults, the values of its closure, and the globals that it uses. Objects are
-    identified by their pickled form. The order of sets and dicts does not matter. `pickled` is the result of
-    cloudpickle. It is used instead if an object can be pickled but not inspected.
+    identified by their pickled form. The order of sets and dicts does not matter. `pickled` is the function or value,
+    pickled by cloudpickle. If an object can be pickled but not inspected, the digest of `pickled` is returned.
 
     Not promised: equal fingerprints for an object whose pickled form differs each time.
     """
@@ -61,7 +61,7 @@ def _name(value: Any) -> str | None:
 
 
 def _used(code: types.CodeType) -> set[str]:
-    """The globals that the code, and functions defined in it, use."""
+    """The names of the globals that the code, and the functions defined in it, use."""
     names = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return names.union(*(_used(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
 

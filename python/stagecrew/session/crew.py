@@ -220,7 +220,7 @@ class Crew:
             describe(self.context, APPLICATION, APPLICATION, None, listeners, (), coordinated)
         )
         for listener in listeners:
-            listener._stagecrew.registered_for("the application", APPLICATION)
+            listener._stagecrew.note_registration("the application", APPLICATION)
         self._registered = listeners
         self.application = application
         self.topologies.application_place = application.place

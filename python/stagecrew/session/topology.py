@@ -128,7 +128,7 @@ class Topology(TopologyOperators):
         )  # fmt: skip
         self._connection.begin(self.name, description)
         for listener in self._listeners:
-            listener._stagecrew.registered_for(f"topology {self.name!r}", self.id)
+            listener._stagecrew.note_registration(f"topology {self.name!r}", self.id)
         self.place = Place(outer_place, "topology", self.name)
         self.operators.begin_in(self.place)
         self._state = "active"
@@ -176,7 +176,7 @@ class Topology(TopologyOperators):
             for topology in (self, *self._inside()):  # the driver has ended the inner ones too
                 topology._state = "closed"
                 for listener in topology._listeners:
-                    listener._stagecrew.has_ended(topology.id)
+                    listener._stagecrew.note_end(topology.id)
                 topology.place.ended = True
                 self._topologies.remove(topology)
             self._topologies.leave(self)

@@ -1,6 +1,7 @@
 """A worker's connection to its executor for evaluations: one per process, shared by its evaluations.
 
-It has no thread. A thread that waits for a reply, an event or room to send reads the frames for all threads.
+It has no thread of its own. One of the threads that wait for a reply, an event or room to send reads the frames for
+all of them.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Connection:
             raise EvaluationEnded(self.broken) from error
 
     def wait(self, found: Callable[[], T | None], seconds: float | None) -> T | None:
-        """Reads until `found` returns a value, and returns this value. Returns None after the timeout."""
+        """Waits until `found` returns a value, and returns this value. Returns None after the timeout."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             with self.changed:
