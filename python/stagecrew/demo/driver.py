@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The figures of both enrichments. `pools` has the opens and closes of the pool for each executor."""
+    """The figures of both enrichments. `pools` contains the opens and closes of the pool for each executor."""
 
     without: Outcome
     with_stagecrew: Outcome

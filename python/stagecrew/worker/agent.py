@@ -64,7 +64,7 @@ class Agent:
         try:
             signal.signal(signal.SIGTERM, self._signalled)
             while not self._ends:
-                for frame in self._channel.arrived(self._wait()):
+                for frame in self._channel.receive(self._wait()):
                     if not self._ends:
                         self._obey(frame)
         except (ChannelError, _AskedToEnd):

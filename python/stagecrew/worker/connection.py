@@ -88,7 +88,7 @@ class Connection:
                 self._reading = True
             frames: list[Frame] = []
             try:
-                frames = self._channel.arrived(left)
+                frames = self._channel.receive(left)
             except ChannelError as error:
                 self.broken = f"the connection to the executor broke: {error}"
             finally:
