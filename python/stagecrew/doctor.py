@@ -116,9 +116,9 @@ def java() -> Check:
     try:
         ran = subprocess.run([command, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Check("Java", "failed", f"{command} does not run: {error}", install)
-    said = ran.stderr + ran.stdout
-    match = re.search(r'version "(?:1\.)?(\d+)[^"]*"', said)
+        return Check("Java", "failed", f"{command} cannot be run: {error}", install)
+    output = ran.stderr + ran.stdout
+    match = re.search(r'version "(?:1\.)?(\d+)[^"]*"', output)
     if match is None:
         return Check("Java", "failed", f"`{command} -version` prints no version (exit code {ran.returncode})", install)
     version = match[0].split('"')[1]
@@ -310,9 +310,12 @@ def _first_task(session: Any) -> dict[str, Any]:
 
 
 def _python(seen: dict[str, Any]) -> Check:
-    mine = platform.python_version()
-    found = f"the driver runs {mine} ({sys.executable}), the executors run {seen['python']} ({seen['executable']})"
-    if seen["python"] != mine:
+    driver_version = platform.python_version()
+    found = (
+        f"the driver runs {driver_version} ({sys.executable}), the executors run {seen['python']} "
+        f"({seen['executable']})"
+    )
+    if seen["python"] != driver_version:
         return Check("Python", "warning", found, "set PYSPARK_PYTHON to a Python of the driver's version on every host")
     return Check("Python", "ok", found)
 

@@ -77,7 +77,7 @@ def place(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
     handler = getattr(filesystem, "handler", None)
     if isinstance(handler, pyarrow.fs.FSSpecHandler):
         options = handler.fs.storage_options
-        known = {
+        details = {
             "url": getattr(handler.fs, "url", None),
             **{name: options.get(name) for name in ("endpoint_url", "account_name", "host", "port")},
             "client": (options.get("client_kwargs") or {}).get("endpoint_url"),
@@ -87,9 +87,9 @@ def place(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
     else:
         reduced = filesystem.__reduce__()[1]
         options = reduced[0] if reduced and isinstance(reduced[0], dict) else {}
-        known = {name: options.get(name) for name in ("host", "port", "endpoint_override", "account_name", *_AZURE)}
+        details = {name: options.get(name) for name in ("host", "port", "endpoint_override", "account_name", *_AZURE)}
         kind = filesystem.type_name
-    where = " ".join(address(str(value)) for value in known.values() if isinstance(value, str | int) and value)
+    where = " ".join(address(str(value)) for value in details.values() if isinstance(value, str | int) and value)
     return f"{path} at {kind} {where}".rstrip()
 
 

@@ -288,7 +288,20 @@ def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
         )
         for one in report.listeners
     ]
-    (row,) = table_cells(text, "Partitions", "topology", "executor", "in progress", "outputs", "output bytes", "blocks", "block bytes", "released", "bytes released", "release failures")  # fmt: skip
+    (row,) = table_cells(
+        text,
+        "Partitions",
+        "topology",
+        "executor",
+        "in progress",
+        "outputs",
+        "output bytes",
+        "blocks",
+        "block bytes",
+        "released",
+        "bytes released",
+        "release failures",
+    )
     assert (row["outputs"], row["released"], row["bytes released"], row["release failures"]) == (
         "0",
         str(MAPS),

@@ -187,20 +187,20 @@ class Identity:
         return reference
 
 
-def chosen(identity: Identity, known: Sequence[T], of: Callable[[T], Identity]) -> T | None:
-    """Returns the first of `known` that is the same listener, or None.
+def chosen(identity: Identity, candidates: Sequence[T], identity_of: Callable[[T], Identity]) -> T | None:
+    """Returns the first of the candidates that is the same listener, or None.
 
     A listener with the same id is preferred, then one that the configuration registers under the same name, then one
     with the same factory and arguments. Raises `RedefinedError` if only listeners with different code match.
     """
     for matches in (lambda other: other.id == identity.id, identity.same_name):
-        for one in known:
-            if matches(of(one)):
+        for one in candidates:
+            if matches(identity_of(one)):
                 return one
-    alike = [one for one in known if identity.same(of(one))]
+    alike = [one for one in candidates if identity.same(identity_of(one))]
     for one in alike:
-        if not identity.redefines(of(one)):
+        if not identity.redefines(identity_of(one)):
             return one
     if alike:
-        raise RedefinedError(of(alike[0]))
+        raise RedefinedError(identity_of(alike[0]))
     return None

@@ -43,7 +43,7 @@ class Scope(enum.Enum):
     WORKER = "worker"
     """Once in each Python worker, on its main thread. Tasks without Python do not open it."""
     EXECUTOR = "executor"
-    """Once on each executor, in a process of its own. Tasks without Python open it too."""
+    """Once on each executor, in its own process. Tasks without Python also open it."""
 
 
 class Lifetime(enum.Enum):
@@ -221,7 +221,7 @@ class Listener:
             The open listener.
 
         Raises:
-            ResourceNotOpen: The task does not run in a topology that has this listener.
+            ResourceNotOpen: The task is not running in a topology that has this listener.
         """
         return resolve(self._stagecrew, listener_name(self))
 

@@ -102,7 +102,7 @@ class Resource(Listener, Generic[T]):
             The yielded value.
 
         Raises:
-            ResourceNotOpen: The task does not run in a topology that has this resource.
+            ResourceNotOpen: The task is not running in a topology that has this resource.
         """
         return cast(T, resolve(self._stagecrew, listener_name(self)))
 

@@ -269,8 +269,8 @@ def is_active(spark: SparkSession) -> bool:
 def running_crew() -> Crew | None:
     """Returns the crew of this process's running session. Returns None if `crew` was not called for it."""
     context = SparkContext._active_spark_context
-    known: Crew | None = getattr(context, "_stagecrew", None)
-    return known if known is not None and known.running else None
+    created: Crew | None = getattr(context, "_stagecrew", None)
+    return created if created is not None and created.running else None
 
 
 def crew(spark: SparkSession) -> Crew:
@@ -297,9 +297,9 @@ def crew(spark: SparkSession) -> Crew:
     if not isinstance(spark, SparkSession):
         raise ConfigurationError(f"stagecrew.crew takes a SparkSession, not {type(spark).__name__}")
     context = spark.sparkContext
-    known = getattr(context, "_stagecrew", None)
-    if known is not None:
-        return known  # type: ignore[no-any-return]
+    existing = getattr(context, "_stagecrew", None)
+    if existing is not None:
+        return existing  # type: ignore[no-any-return]
     facade = _facade(context)
     if facade is None:
         raise NotActive(f"stagecrew is not running in this SparkContext. {_REMEDY}")

@@ -228,11 +228,11 @@ class Crew:
 
     def _require_registered(self, listeners: tuple[Listener, ...], coordinators: Iterable[str]) -> None:
         """Raises `ConfigurationError` unless the application already has all of these listeners and coordinators."""
-        mine = self._registered or ()
+        registered = self._registered or ()
         missing = []
         for one in listeners:
             try:
-                found = chosen(one._stagecrew, mine, lambda other: other._stagecrew)
+                found = chosen(one._stagecrew, registered, lambda other: other._stagecrew)
             except RedefinedError:
                 found = None
             if found is None:

@@ -293,7 +293,7 @@ class Topology(TopologyOperators):
     # -- The end
 
     def _newest_report(self) -> TopologyReport | None:
-        """Returns the driver's report. If the driver has none any more, returns the last one that it returned."""
+        """Returns the driver's report, or the last report that it returned if it no longer has one."""
         if self._connection.running and (found := self._connection.report(self.id)) is not None:
             self._last_report = found
         return self._last_report

@@ -66,7 +66,7 @@ class Agent:
             while not self._ends:
                 for frame in self._channel.receive(self._wait()):
                     if not self._ends:
-                        self._obey(frame)
+                        self._handle_frame(frame)
         except (ChannelError, _AskedToEnd):
             pass
         finally:
@@ -76,7 +76,7 @@ class Agent:
                 self._channel.send("GOODBYE", reason="the agent ends")
             self._channel.close()
 
-    def _obey(self, frame: Frame) -> None:
+    def _handle_frame(self, frame: Frame) -> None:
         if frame.kind == "OPEN":
             self._open(frame)
         elif frame.kind == "CLOSE":

@@ -70,12 +70,12 @@ class Connection:
             self.broken = f"the connection to the executor broke: {error}"
             raise EvaluationEnded(self.broken) from error
 
-    def wait(self, found: Callable[[], T | None], seconds: float | None) -> T | None:
-        """Waits until `found` returns a value, and returns this value. Returns None after the timeout."""
+    def wait(self, check: Callable[[], T | None], seconds: float | None) -> T | None:
+        """Waits until `check` returns a value, and returns this value. Returns None after the timeout."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             with self.changed:
-                if (result := found()) is not None:
+                if (result := check()) is not None:
                     return result
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:

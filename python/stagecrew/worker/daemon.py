@@ -73,8 +73,8 @@ def _begin_task(output: BinaryIO) -> None:
 
 def _worker_module() -> str:
     """The module that PySpark's daemon runs. Any other `spark.python.worker.module` has no effect in a daemon."""
-    asked = sys.argv[1] if len(sys.argv) > 1 else ""
-    return asked if asked.startswith("pyspark") else "pyspark.worker"
+    requested = sys.argv[1] if len(sys.argv) > 1 else ""
+    return requested if requested.startswith("pyspark") else "pyspark.worker"
 
 
 def _hook_pyspark() -> None:

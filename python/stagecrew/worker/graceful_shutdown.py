@@ -1,4 +1,4 @@
-"""Shuts down workers that Spark no longer needs gracefully, so that their listeners close.
+"""Gracefully shuts down workers that Spark no longer needs, so that their listeners close.
 
 Spark's daemon sends SIGKILL to idle workers beyond `spark.python.factory.idleWorkerMaxPoolSize`, and to a worker whose
 task was killed and did not end. A worker with open listeners catches SIGTERM. It gets SIGTERM first, and SIGKILL if it

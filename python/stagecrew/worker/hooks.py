@@ -66,7 +66,7 @@ class CalledHooks:
         listener = self._listener(registered)
         context = self.context(topology, listener.scope)
         try:
-            self._called("open", topology, registered, self._open_timeout, lambda: listener.open(context))
+            self._call_and_report("open", topology, registered, self._open_timeout, lambda: listener.open(context))
         except BaseException as error:
             error.add_note(f"raised by {self._what('open', topology, registered)}")
             if not registered.required and isinstance(error, Exception):
@@ -83,7 +83,7 @@ class CalledHooks:
         listener = self._listener(registered)
         context = self.context(topology, listener.scope)
         try:
-            self._called("close", topology, registered, self._close_timeout, lambda: listener.close(context))
+            self._call_and_report("close", topology, registered, self._close_timeout, lambda: listener.close(context))
         except BaseException:
             _log.warning("%s failed", self._what("close", topology, registered), exc_info=True)
 
@@ -118,21 +118,21 @@ class CalledHooks:
             _log.warning("%s failed on exit", self._what("decorate", topology, registered), exc_info=True)
             self._failed_decoration(topology, registered, raised)
 
-    def _called(
+    def _call_and_report(
         self, hook: str, topology: Described, registered: Registered, seconds: float, call: Callable[[], None]
     ) -> None:
         what = self._what(hook, topology, registered)
         self._tell("HOOK", topology=topology.id, listener=registered.index, hook=hook, timeout=int(seconds * 1000))
         started = time.monotonic()
         try:
-            self._bounded(seconds, what, call)
+            self._call_with_timeout(seconds, what, call)
         except BaseException as error:
             outcome = "timeout" if isinstance(error, HookTimeout) else "failed"
             self._done(hook, topology, registered, outcome, started, error)
             raise
         self._done(hook, topology, registered, "ok", started, None)
 
-    def _bounded(self, seconds: float, what: str, call: Callable[[], None]) -> None:
+    def _call_with_timeout(self, seconds: float, what: str, call: Callable[[], None]) -> None:
         def interrupt(_signal: int, _frame: FrameType | None) -> None:
             raise HookTimeout(f"{what} took longer than {seconds:g} s and was interrupted")
 

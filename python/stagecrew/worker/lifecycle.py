@@ -202,7 +202,7 @@ class Lifecycle:
         """Closes topologies that have ended and are not in use. Returns their ids."""
         done = [topology for topology in self._due if topology not in self._current]
         try:
-            self._close_all_of(lambda key: key[0] in done)
+            self._close_where(lambda key: key[0] in done)
         finally:
             self._due = [topology for topology in self._due if topology not in done]
             for topology in done:
@@ -216,7 +216,7 @@ class Lifecycle:
             self.end(None)
         finally:
             try:
-                self._close_all_of(lambda _: True)
+                self._close_where(lambda _: True)
             finally:
                 for topology in known:
                     self._forget(topology)
@@ -273,10 +273,10 @@ class Lifecycle:
             f"{described.name!r})"
         )
 
-    def _close_all_of(self, chosen: Callable[[tuple[str, int]], bool]) -> None:
+    def _close_where(self, matches: Callable[[tuple[str, int]], bool]) -> None:
         with contextlib.ExitStack() as every:  # an interrupted one does not prevent the others
             for key in self._opened:
-                if chosen(key):
+                if matches(key):
                     every.callback(self._close_one, key)
 
     def _close_one(self, key: tuple[str, int]) -> None:

@@ -172,7 +172,7 @@ class WorkerProcess:
                 if task_socket.fileno() in ready:
                     break
             if _ended(task_socket):
-                self.leave("the worker is not needed any more")
+                self.leave("the worker is no longer needed")
                 return
         # Spark's worker() first resets these signals. They are blocked until our handlers are set again.
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _END_SIGNALS)

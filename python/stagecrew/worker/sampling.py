@@ -99,8 +99,8 @@ class Sampler:
     def frame(self, processes: list[dict[str, Any]]) -> bytes:
         """The frame with these samples, or with the problem that prevents them."""
         if self._problem:
-            this = {"pid": os.getpid(), "role": "daemon", "started": 0, "problem": self._problem, "samples": [{}]}
-            processes = [this]
+            no_samples = {"pid": os.getpid(), "role": "daemon", "started": 0, "problem": self._problem, "samples": [{}]}
+            processes = [no_samples]
         return encode("SAMPLES", body=json.dumps({"processes": processes}))
 
 
