@@ -1,4 +1,4 @@
-"""The connection from Python to the plugin in the driver's JVM. A session calls the plugin only through this module."""
+"""The connection to the plugin in the driver's JVM. After its start, a session calls the plugin only through it."""
 
 from __future__ import annotations
 
