@@ -96,7 +96,7 @@ $(STAMPS)/peers: pyproject.toml
 bench: setup $(STAMPS)/peers ## run the benchmarks, and print the figures as JSON and as a table
 	$(BIN)/python tests/benchmarks/run.py
 
-demo: setup ## run the main job with and without stagecrew
+demo: setup ## enrich real flights with and without stagecrew
 	$(BIN)/stagecrew demo
 
 compat: setup ## run PySpark's own tests from SPARK_SOURCE, with and without the plugin
