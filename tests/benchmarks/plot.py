@@ -1,4 +1,4 @@
-"""Draws the shuffle storage that is left, from a result of `make bench`: `plot.py RESULT.json OUT.svg`."""
+"""Draws the shuffle storage that topologies leave, from a result of `make bench`: `plot.py RESULT.json OUT.svg`."""
 
 import json
 import pathlib
