@@ -1,7 +1,7 @@
 """The build hook: puts exactly one jar into `stagecrew/jars/` of the wheel and of the sdist.
 
-An sdist already contains the jar, so building from it needs neither sbt nor a JDK. In a git checkout, `build/sbt` builds
-the jar if it is missing or older than its sources.
+An sdist already contains the jar, so building from it needs neither sbt nor a JDK. In a git checkout, `build/sbt`
+builds the jar if it is missing or older than its sources.
 """
 
 from __future__ import annotations

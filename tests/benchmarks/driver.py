@@ -2,8 +2,8 @@
 
 `on`: with the plugin and a UI; `off`: without the plugin; `no-ui`: with the plugin, without a UI; `no-sampling`: with
 the plugin and a UI, but Python processes are not sampled. The process reads commands as JSON lines on its standard
-input, and responds to each with one line. It stays alive between rounds, so that `run.py` can alternate between a driver
-with the plugin and one without.
+input, and responds to each with one line. It stays alive between rounds, so that `run.py` can alternate between a
+driver with the plugin and one without.
 """
 
 import concurrent.futures
@@ -316,8 +316,8 @@ class Driver:
     def splits(self, exponent, count, seconds, slots):
         """Measures splits that sleep: pulled by idle tasks, and in static partitions.
 
-        Their sleeps add up to `seconds` and follow a Zipf law. For reference, it also computes what a scheduler that
-        knows all durations would reach (greedy, the longest first).
+        Their sleeps add up to `seconds` and follow a Zipf law. For reference, this also computes the time that a
+        scheduler would need that knows all durations (greedy, the longest first).
         """
         weights = [1 / n**exponent for n in range(1, count + 1)]
         sleeps = [weight * seconds / sum(weights) for weight in weights]
@@ -380,7 +380,7 @@ class Driver:
         return {"seconds": [row.seconds for row in rows]}
 
     def gathers(self, count):
-        """Measures the seconds that each `allGather` of two barrier tasks takes: Spark's own way to synchronize tasks."""
+        """Measures the seconds of each `allGather` of two barrier tasks, which is Spark's way to synchronize tasks."""
 
         def work(rows):
             context = BarrierTaskContext.get()

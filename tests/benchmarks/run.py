@@ -15,9 +15,10 @@
 * events: small events, and those of 1 MiB, with Python handlers on both ends; requests as tasks grow from 1 to 64.
 * partitions: 100 topologies that shuffle 50 MB each, one after the other: the storage on disk and in Spark's tracker
   after each, with and without the plugin; the throughput of alternating shuffles (making the rows, writing and reading
-  them are timed together, so the ratio is that of a whole job); and the time to record one output, by the size of the table.
-* supersteps: a superstep of two tasks with a number, and with 1 MB, compared with Spark's allGather; PageRank compared with
-  chained joins.
+  them are timed together, so the ratio is that of a whole job); and the time to record one output, by the size of the
+  table.
+* supersteps: a superstep of two tasks with a number, and with 1 MB, compared with Spark's allGather; PageRank compared
+  with chained joins.
 * commits: 1,000 files, compared with Spark's FileOutputCommitter v1, and with the same number of Python tasks that
   write nothing.
 * failover: from SIGKILL of a leader to the first task of the recovered job; 1,000 jobs recovered (see failover.py).
@@ -58,8 +59,8 @@ MASTER = "local-cluster[2,1,1024]"
 PEERS = HERE.parents[1] / "build" / "peers" / "bin" / "python"
 #: kind of task -> the highest acceptable ratio of medians.
 GOALS = {"jvm": 1.02, "python": 1.03, "watched": 1.01}
-#: Rounds that are not counted. During the first minute of JVM tasks, the just-in-time compiler of each JVM still changes
-#: the result: the ratios of single rounds range from 0.9 to 1.35.
+#: Rounds that are not counted. During the first minute of JVM tasks, the just-in-time compiler of each JVM still
+#: changes the result: the ratios of single rounds range from 0.9 to 1.35.
 WARM_UPS = {"jvm": 40, "python": 4, "watched": 4}
 PAIRS = {"jvm": 30, "python": 10, "watched": 10}
 #: Iterations of PageRank on both sides. Twenty iterations with joins take more than a minute.
@@ -165,7 +166,8 @@ def tasks(drivers: tuple[Driver, Driver], kind: str, options: argparse.Namespace
         rounds.append(pair | {"first": "off" if number % 2 == 0 else "on", "load": os.getloadavg()[0]})
         console.print(
             f"{kind} tasks: pair {number + 1} of {pairs}: off {pair['off']:.3f} s, on {pair['on']:.3f} s, "
-            f"ratio {pair['on'] / pair['off']:.3f}, CPU {pair['on_cpu'] / pair['off_cpu']:.3f}, load {rounds[-1]['load']:.1f}"
+            f"ratio {pair['on'] / pair['off']:.3f}, CPU {pair['on_cpu'] / pair['off_cpu']:.3f}, "
+            f"load {rounds[-1]['load']:.1f}"
         )
 
     def median(name):
@@ -198,7 +200,7 @@ def exits(on: Driver, count: int):
 
 
 def sampling():
-    """Measures what it costs an executor to sample its Python processes, at the default interval.
+    """Measures the cost of sampling an executor's Python processes, at the default interval.
 
     The share is that of the busier executor's Python daemon, minus the smallest share of a daemon without sampling.
     """
@@ -228,9 +230,8 @@ def requests(rounds: int, count: int):
                 seconds = process("requests", tasks=tasks, count=count)["seconds"]
                 if number:  # the first round warms up
                     found[name][tasks] += seconds
-                console.print(
-                    f"requests, round {number} of {rounds}: {name}, {tasks} tasks: {percentiles(seconds, 1e6)['p50']:.0f} us"
-                )
+                median = percentiles(seconds, 1e6)["p50"]
+                console.print(f"requests, round {number} of {rounds}: {name}, {tasks} tasks: {median:.0f} us")
     for process in processes.values():
         process("stop")
     return {name: {tasks: percentiles(seconds, 1e6) for tasks, seconds in by.items()} for name, by in found.items()}
@@ -255,9 +256,8 @@ def events():
     for tasks in (64, 1, 2, 4, 8, 16, 32, 64):
         outcome = many("requests", tasks=tasks, count=2000 // tasks + 100)
         found["growing"][tasks] = percentiles(outcome["seconds"], 1e6) | {"per_second": outcome["per_second"]}
-        console.print(
-            f"{tasks} tasks: p50 {found['growing'][tasks]['p50']:.0f} us, {outcome['per_second']:,.0f} requests a second"
-        )
+        median = found["growing"][tasks]["p50"]
+        console.print(f"{tasks} tasks: p50 {median:.0f} us, {outcome['per_second']:,.0f} requests a second")
     many("stop")
     return found
 
@@ -294,7 +294,8 @@ def partitions(topologies: int, rounds: int, megabytes: int):
             left[name].append({"disk": outcome["disk"], "outputs": outcome["outputs"]})
         if number % 10 == 9:
             console.print(f"shuffle {number + 1}: " + ", ".join(f"{n} {left[n][-1]}" for n in left))
-    # The drivers have run for a long time by now. The driver that releases nothing fills the disk, so the rounds are short.
+    # The drivers have run for a long time by now. The driver that releases nothing fills the disk, so the rounds are
+    # short.
     seconds = {"off": [], "on": []}
     for number in range(rounds):
         for name in ("off", "on") if number % 2 == 0 else ("on", "off"):

@@ -1,8 +1,8 @@
 """Measures transactions of the coordination stores, compared with plain SQLite and plain kazoo.
 
-The ratio is the median of the ratios of neighbouring rounds, which run under the same load. One thread runs the transactions.
-Each transaction checks an entry (as leaders do), replaces a value of 200 bytes and creates an entry of 200 bytes. It is
-on the disk when the call returns.
+The ratio is the median of the ratios of neighbouring rounds, which run under the same load. One thread runs the
+transactions. Each transaction checks an entry (as leaders do), replaces a value of 200 bytes and creates an entry of
+200 bytes. It is on the disk when the call returns.
 
 * Plain SQLite: one table, the same pragmas (WAL, synchronous=FULL), the check and the compare-and-set in one
   BEGIN IMMEDIATE.
