@@ -57,7 +57,7 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
       case _: TimeoutException => // the agent hangs outside of hooks: in an import, or while it unpickles
         ProcessHandle.of(agent.pid).ifPresent(process => process.destroyForcibly())
         throw new IllegalStateException(
-          s"the agent (process ${agent.pid}) did not reply within $timeoutMs ms and was killed")
+          s"the agent (process ${agent.pid}) did not reply within $timeoutMs ms and was ended")
       case failed: java.util.concurrent.ExecutionException => throw failed.getCause
     } finally pendingRequest = None
   }
