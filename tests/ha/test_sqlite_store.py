@@ -282,7 +282,9 @@ def test_a_newer_format_is_refused_and_unchanged(path):
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute(f"PRAGMA user_version = {FORMAT + 1}")
     before = path.read_bytes()
-    with pytest.raises(StoreUnsupported, match=f"has format {FORMAT + 1}, and this stagecrew supports format {FORMAT}"):
+    with pytest.raises(
+        StoreUnsupported, match=f"has format {FORMAT + 1}, but this version of stagecrew supports only format {FORMAT}"
+    ):
         SQLiteStore(path)
     assert path.read_bytes() == before
 

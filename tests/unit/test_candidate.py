@@ -118,7 +118,7 @@ def test_a_second_candidate_leads_after_the_first_is_closed(world):
     assert first.leadership is None
     second_leadership = world.wait_for_leadership(second)
     assert (second_leadership.term, leader_of(observer).term) == (2, 2)
-    with pytest.raises(LeadershipLost, match="does not lead in term 1 any more: it has resigned"):
+    with pytest.raises(LeadershipLost, match="no longer leads in term 1: it has resigned"):
         leadership.store.transact(Create("b"))
     assert not leadership.valid
     assert second.close()
@@ -154,7 +154,7 @@ def test_a_write_in_an_old_term_ends_leadership(world):
     leadership = world.wait_for_leadership(candidate)
     other = world.server.session()
     other.transact(Delete(TERM), Delete(HOLDER), Create(TERM))
-    with pytest.raises(LeadershipLost, match="leader/term does not have version 1 any more"):
+    with pytest.raises(LeadershipLost, match="leader/term no longer has version 1"):
         leadership.store.transact(Create("a"))
     assert not leadership.valid
     other.close()
