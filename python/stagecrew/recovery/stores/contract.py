@@ -141,8 +141,8 @@ class Store(Protocol):
         example by containing a UUID.
 
         Nothing was applied, not even by an earlier repetition, if this raises `StoreConflict` (with the index of the
-        operation that failed and the reason), `StoreUnavailable`, `SessionLost` or `StoreRefused` (no access, or an
-        entry that is too large). The outcome is unknown if it raises `PossiblyInconsistentError`.
+        operation that failed and the reason), `StoreUnavailable`, `SessionLost` or `StoreRefused` (no access, no
+        space, or too much data). The outcome is unknown if it raises `PossiblyInconsistentError`.
         """
 
     def close(self) -> None:
