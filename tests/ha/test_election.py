@@ -137,13 +137,12 @@ def kill_leaders(campaign, kills):
     indirect=["campaign"],
 )
 def test_a_standby_leads_after_the_leader_is_killed(campaign, kills):
-    """A standby leads in the next term within one second (SQLite), or within the session timeout plus one second
-    (ZooKeeper)."""
+    """A standby leads in the next term within 1 s (SQLite), or within the session timeout plus 1 s (ZooKeeper)."""
     kill_leaders(campaign, kills)
 
 
 @BOTH_STORES
-def test_a_leader_that_resigns_is_followed_at_once(campaign):
+def test_a_standby_leads_immediately_after_the_leader_resigns(campaign):
     """When a leader resigns, another process leads immediately. The store no longer names the resigned leader."""
     first, second = campaign.start_process(), campaign.start_process()
     _, leader, _ = campaign.wait_for_term(1)
@@ -161,7 +160,7 @@ def test_a_leader_that_resigns_is_followed_at_once(campaign):
     assert leader_of(campaign.observer) is None
 
 
-def test_a_leader_stopped_past_its_session_writes_nothing_more(campaign):
+def test_a_leader_suspended_past_its_session_writes_nothing_more(campaign):
     """If a leader is suspended until its session expires, another process leads.
 
     When the suspended leader resumes, no write of its term succeeds, and it stands down.
@@ -187,7 +186,7 @@ def test_a_leader_stopped_past_its_session_writes_nothing_more(campaign):
 
 
 @pytest.mark.parametrize("campaign", ["sqlite"], indirect=True)
-def test_a_stopped_leader_on_sqlite_keeps_leading(campaign):
+def test_a_suspended_leader_on_sqlite_keeps_leading(campaign):
     """On SQLite, a suspended leader's session stays alive, so no other process leads. Its term continues."""
     campaign.start_process()
     _, first, _ = campaign.wait_for_term(1)
@@ -236,8 +235,7 @@ def test_a_leader_that_is_cut_off_stands_down_and_campaigns_again(campaign, requ
 
 @pytest.mark.long
 def test_leadership_survives_restarts_of_the_server(tmp_path):
-    """When the server is killed, the leader stands down. After the restart, a later term begins, and writes stay
-    ordered by term."""
+    """When the server is killed, the leader stands down. After a restart, a later term begins. Writes stay in order."""
     with own_server() as server, contextlib.ExitStack() as stack:
         campaign = Campaign("zookeeper", f"zookeeper://{server.hosts}/crew?timeout={TIMEOUT}", tmp_path, stack)
         campaign.start_process()

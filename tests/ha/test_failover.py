@@ -111,7 +111,7 @@ def drivers_at_zookeeper(tmp_path, zookeeper):
 
 
 @pytest.mark.parametrize("fault", ["stopped", pytest.param("killed", marks=pytest.mark.long)])
-def test_a_leader_lost_past_its_session_is_followed(drivers_at_zookeeper, fault):
+def test_a_standby_leads_after_the_leaders_session_has_ended(drivers_at_zookeeper, fault):
     """If a leader is killed, or suspended until its session expires, its run ends, and a standby leads.
 
     A leader that was suspended does not lead when it resumes.
@@ -231,7 +231,7 @@ def test_a_killed_job_reads_each_split_once(drivers):
 
 
 @pytest.mark.long
-def test_no_run_starts_while_the_stopped_process_of_the_last_one_exists(drivers):
+def test_no_run_starts_while_the_suspended_process_of_the_previous_run_exists(drivers):
     """A standby starts no new run while the process of the earlier run is suspended but alive.
 
     Meanwhile, the standby reconciles other jobs. It starts the next run when that process has ended.
@@ -263,7 +263,7 @@ def test_no_run_starts_while_the_stopped_process_of_the_last_one_exists(drivers)
     assert drivers.record("job").run == 2
 
 
-def test_sigterm_of_the_leader_hands_over_at_once(drivers):
+def test_a_leader_hands_over_immediately_after_sigterm(drivers):
     """After SIGTERM, the leader hands over immediately: its run ends, and the standby runs the job."""
     out = drivers.folder / "out"
     (out / "hold-1").touch()

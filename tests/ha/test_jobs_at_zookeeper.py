@@ -57,7 +57,7 @@ def test_jobs_survive_when_the_ensembles_leader_is_killed(tmp_path):
             pair = [drivers.start(), drivers.start()]
             drivers.submit(job_spec("steps", drivers, count=4), "steps")
             drivers.submit(job_spec("storing", drivers), "rows")
-            wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
+            wait_until(lambda: recorded_lines(drivers, "stages"), "the job is staging rows")
             for number in (1, 2):
                 wait_until(lambda number=number: recorded_lines(drivers, f"step-{number}"), f"step {number} runs")
                 killed = wait_until(lambda: leading_server(servers), "a server leads")
@@ -111,7 +111,7 @@ def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut
         assert drivers.leader() is first
         second = drivers.start()
         drivers.submit(job_spec("storing", drivers), "job")
-        wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
+        wait_until(lambda: recorded_lines(drivers, "stages"), "the job is staging rows")
         orphan = drivers.process("job")
         proxy.hold("to", "from")
         cut_at = time.monotonic()
@@ -123,7 +123,7 @@ def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut
         if cut_off == "run":
             wait_until(lambda: job_process(drivers) is None, "the run's session ends")
             proxy.heal()  # the next run also uses the proxy
-        wait_until(lambda: len(recorded_lines(drivers, "stages")) == 2, "the next run stages")
+        wait_until(lambda: len(recorded_lines(drivers, "stages")) == 2, "the next run is staging rows")
         proxy.heal()
         (out / "go-stage").touch()
         assert drivers.result("job").value() == 100
@@ -148,7 +148,7 @@ def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut
         drivers.assert_nothing_left("job", "next")
 
 
-def test_a_run_that_is_stopped_until_its_session_expires_commits_nothing(zookeeper, tmp_path):
+def test_a_run_that_is_suspended_until_its_session_expires_commits_nothing(zookeeper, tmp_path):
     """A run that is suspended until its session has expired ends without a commit when it resumes.
 
     The leader starts the next run.
@@ -160,7 +160,7 @@ def test_a_run_that_is_stopped_until_its_session_expires_commits_nothing(zookeep
         (out / "hold-stage").touch()
         drivers.start()
         drivers.submit(job_spec("storing", drivers), "job")
-        wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
+        wait_until(lambda: recorded_lines(drivers, "stages"), "the job is staging rows")
         run = drivers.process("job")
         os.kill(run, signal.SIGSTOP)
         wait_until(lambda: job_process(drivers) is None, "the run's session ends")
@@ -196,7 +196,7 @@ def test_a_job_runs_over_tls_without_leaking_the_secret(tmp_path, monkeypatch):
             words = ["submit", "--id", "job", *conf, "--arg", f"folder={tmp_path}/out", "ha_jobs:storing"]
             submitted = run_stagecrew(*words, cwd=tmp_path, **environment)
             assert (submitted.returncode, submitted.stdout) == (0, "job\n"), submitted.stderr
-            wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
+            wait_until(lambda: recorded_lines(drivers, "stages"), "the job is staging rows")
             tree = [driver.pid, *(child.pid for child in psutil.Process(driver.pid).children(recursive=True))]
             assert job_process(drivers)["pid"] in tree
             for pid in filter(is_alive, tree):

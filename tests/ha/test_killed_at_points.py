@@ -163,7 +163,7 @@ def test_a_cancelled_job_commits_nothing_whichever_process_dies(drivers, reached
     assert drivers.leader() is leader
     drivers.start()
     drivers.submit(job_spec("storing", drivers), "job")
-    wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
+    wait_until(lambda: recorded_lines(drivers, "stages"), "the job is staging rows")
     orphan = drivers.process("job")
     with drivers.jobs() as jobs:
         jobs.cancel("job")
@@ -175,7 +175,7 @@ def test_a_cancelled_job_commits_nothing_whichever_process_dies(drivers, reached
 
 
 @at_each_point(SUBMIT_POINTS)
-def test_a_job_is_submitted_whole_or_not_when_its_submitter_dies(drivers, reached, tmp_path, fault):
+def test_a_job_is_stored_completely_or_not_at_all_if_its_submitter_dies(drivers, reached, tmp_path, fault):
     """If a submitter is killed, its job is stored completely or not at all.
 
     If the job is submitted again with the same id, it runs once.

@@ -70,7 +70,7 @@ def test_earlier_failures_give_the_same_results_at_every_kill(program):
 
 
 @pytest.mark.parametrize("program", REGRESSIONS.values(), ids=REGRESSIONS)
-def test_the_simulation_detects_an_identity_by_order_of_use(monkeypatch, program):
+def test_the_simulation_detects_uses_identified_by_their_order(monkeypatch, program):
     """If a use were identified by its order in the run, kills would change the results of these programs."""
 
     def key(self, operator, name=None, otherwise=None):

@@ -297,7 +297,7 @@ def test_a_database_of_another_program_is_refused_and_unchanged(path):
     assert path.read_bytes() == before
 
 
-def test_a_file_that_is_no_database_is_refused_and_unchanged(path):
+def test_a_file_that_is_not_a_database_is_refused_and_unchanged(path):
     path.write_bytes(b"a letter to my aunt\n" * 100)
     with pytest.raises(StoreUnsupported, match="is damaged or not a database"):
         SQLiteStore(path)
@@ -451,7 +451,7 @@ def test_waiting_too_long_for_a_lock_raises_and_changes_nothing(path):
         assert database.execute("SELECT name FROM sessions").fetchall() == [(store.session,)]
 
 
-def test_a_process_stopped_in_a_transaction_blocks_others_only_while_stopped(path):
+def test_a_process_suspended_in_a_transaction_blocks_others_only_while_suspended(path):
     with contextlib.closing(SQLiteStore(path, call_timeout=0.2)) as store, StoreProcess(url(path)) as process:
         store.ensure("a", "b")
         process.send("count", "a", "b")

@@ -425,7 +425,7 @@ def test_a_paused_process_writes_nothing_after_its_session_has_ended(request):
     backend.close()
 
 
-def test_a_stopped_process_on_sqlite_keeps_its_session(request):
+def test_a_suspended_process_on_sqlite_keeps_its_session(request):
     backend = open_backend("sqlite", request)
     store, root = backend.fresh()
     with StoreProcess(backend.url) as other:

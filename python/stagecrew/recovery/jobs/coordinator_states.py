@@ -107,8 +107,8 @@ def current_path() -> Place | None:
 def possible_query_paths() -> list[Place | None]:
     """Returns the places where the batches of a query that was started here can run.
 
-    They run here if the query's function was wrapped with `topology.wrap`. Otherwise they run in the innermost
-    topology, outside of any step, or in no place.
+    They run in this thread's place if the query's function was wrapped with `topology.wrap`. Otherwise, they run in the
+    innermost topology, outside of any step, or outside of any topology.
     """
     topologies = _topologies()
     topology = None if topologies is None else topologies.innermost

@@ -1,4 +1,4 @@
-"""The object through which a job's own code runs steps and batches, each of which is finished only once."""
+"""The `Job` object, through which a job's code runs steps and batches. A finished step does not run again."""
 
 from __future__ import annotations
 

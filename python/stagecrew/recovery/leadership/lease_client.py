@@ -1,4 +1,4 @@
-"""The requests by which one session acquires a term and then renews it."""
+"""The leadership requests of one session: acquires a term, then renews it."""
 
 from __future__ import annotations
 

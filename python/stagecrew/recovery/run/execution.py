@@ -138,8 +138,8 @@ def call_job(spec: JobSpec, folder: Path) -> Any:
 def infrastructure_error(error: BaseException) -> str | None:
     """Returns why an error is not the job's fault, or None if it is.
 
-    It is not the job's fault if the store, the storage or the JVM failed, or if a checkpoint timed out, even if the
-    job's code has wrapped the error. A checkpoint that a coordinator declined is the job's fault.
+    It is not the job's fault if the store, the storage, a commit's sink or the JVM failed, or if a checkpoint timed
+    out, even if the job's code has wrapped the error. A checkpoint that a coordinator declined is the job's fault.
     """
     for cause in with_causes(error):
         if isinstance(cause, _INFRASTRUCTURE_ERRORS):

@@ -12,7 +12,7 @@ __all__ = ["EXIT_LOST", "exit_as_lost", "exit_within"]
 
 #: The exit code of a lost run: its job has not ended, and another run takes over.
 EXIT_LOST: Final = 75
-#: How long the last actions of a lost run may take, in seconds. An example is closing its session at the store.
+#: How long the last actions of a lost run, such as closing its session at the store, may take, in seconds.
 _LAST_ACTIONS_TIMEOUT: Final = 2.0
 
 

@@ -65,14 +65,14 @@ class RunWatchdog:
             return f"the watchdog failed: {type(error).__name__}: {error}"
 
     def check_silence(self) -> str | None:
-        """Returns why this process must end according to its own clock, or None if it can continue."""
+        """Returns why this process must end according to its own clock, or None if it need not."""
         timeout, silence = self._store.timeout, self._clock() - self._last_response
         if timeout is not None and silence > timeout * 2 / 3:
             return f"the store has not responded for {silence:.1f} s"
         return None
 
     def check(self) -> str | None:
-        """Returns why this process must end according to the store, or None if it can continue."""
+        """Checks the parent process and reads the store. Returns why this process must end, or None if it need not."""
         if os.getppid() != self._parent:
             return "the process that started it has ended"
         requested_at, expected = self._clock(), self._claimed.version

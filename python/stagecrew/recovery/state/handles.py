@@ -75,9 +75,9 @@ class StateHandleStore:
     Guarantees:
 
     * A handle that is not marked has its complete state, no matter which process died at which step. A state that
-      nothing refers to can be left behind; `sweep` deletes it.
-    * A write applies its change and the caller's operations `also` in one transaction. This is applied at most once,
-      even if the store repeats it. If the write returns, it was applied. If it raises `PossiblyInconsistentError`, the
+      nothing refers to can remain; `sweep` deletes it.
+    * A write applies its change and the caller's operations `also` in one transaction, at most once, even if the store
+      repeats the transaction. If the write returns, it was applied. If it raises `PossiblyInconsistentError`, the
       outcome is unknown, and nothing is discarded. If it raises anything else, it was not applied, and its new state is
       discarded. To repeat a write with an unknown outcome, pass the same state from `prepare` again: then the write is
       still applied at most once.
@@ -97,7 +97,7 @@ class StateHandleStore:
 
     @staticmethod
     def prepare(data: bytes) -> PreparedState:
-        """Returns a state to pass to an `add` or a `replace` that can be repeated."""
+        """Returns a state with which an `add` or a `replace` can be repeated."""
         return PreparedState(data)
 
     # -- Writes

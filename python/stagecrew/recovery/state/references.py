@@ -1,4 +1,4 @@
-"""References: the values by which entries of the store refer to states in the storage."""
+"""References: entries of the store whose values refer to states in the storage."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ class StateStorage:
     def read(self, reference: Reference) -> bytes:
         """Returns the state.
 
-        Raises `StateCorrupt` if the state is missing or is not what was written, and `StateStorageError` if it cannot
-        be read.
+        Raises `StateCorrupt` if the state is missing or has changed since it was written, and `StateStorageError` if it
+        cannot be read.
         """
         name = _checked(reference.name)
         try:
