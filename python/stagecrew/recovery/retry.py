@@ -73,7 +73,7 @@ NOT_APPLIED: Final = (
     LeadershipLost,
     ConfigurationError,
 )
-#: Errors that may not occur again, because something is unavailable or full or the outcome is unknown.
+#: Errors after which another try can succeed: something is unavailable or full, or the outcome is unknown.
 _TRANSIENT: Final = (
     StateStorageError,
     StoreUnavailable,

@@ -25,7 +25,7 @@ _DEFAULT_ATTEMPTS: Final = 10
 class JobSpec:
     """A function or a script with its arguments, Spark configuration, and the bytes of its files.
 
-    Use `of_function` or `of_script` to create one. The values of `conf` may be secrets: they are stored in the state
+    Create it with `of_function` or `of_script`. The values of `conf` can be secrets: they are stored in the state
     storage, and spark-submit reads them from a file that only its user can read.
 
     Attributes:

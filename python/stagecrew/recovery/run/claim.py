@@ -1,4 +1,4 @@
-"""The claim of a run: this process may write the job only while it holds the claim."""
+"""The claim of a run: a process can change the job only while it holds the claim."""
 
 from __future__ import annotations
 

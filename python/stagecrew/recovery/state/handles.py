@@ -39,11 +39,11 @@ _log = logging.getLogger("stagecrew")
 
 
 class HandleExists(HandleError):  # noqa: N818
-    """A handle with this name already exists. All callers catch this, so users never get this error."""
+    """A handle with this name already exists. Callers catch or exclude this case, so users never get this error."""
 
 
 class HandleMissing(HandleError):  # noqa: N818
-    """No handle has this name. All callers catch this, so users never get this error."""
+    """No handle has this name. Callers catch or exclude this case, so users never get this error."""
 
 
 @dataclasses.dataclass(frozen=True)
