@@ -294,7 +294,7 @@ def test_an_on_revoke_that_does_not_return_delays_others_only_for_a_time(world, 
         patch.setattr("stagecrew.recovery.leadership.candidate._JOIN_TIMEOUT", 0.5)
         assert not first.close()
     assert "the callbacks of term 1 have not returned" in caplog.text
-    assert "these threads still run: stagecrew-leadership" in caplog.text
+    assert "these threads are still running: stagecrew-leadership" in caplog.text
     assert world.wait_for_leadership(second).term == 2
     released.set()
     assert first.close()

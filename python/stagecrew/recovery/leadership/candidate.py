@@ -185,7 +185,7 @@ class Candidate:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if alive := [thread.name for thread in self._threads if thread.is_alive()]:
-            _log.error("the candidate was closed, but these threads still run: %s", ", ".join(alive))
+            _log.error("the candidate was closed, but these threads are still running: %s", ", ".join(alive))
         return not alive
 
     def __enter__(self) -> Candidate:
@@ -226,12 +226,12 @@ class Candidate:
             self._pause_campaign(0.0)
 
     def _pause_campaign(self, seconds: float) -> None:
-        """Waits before a campaign: for `seconds` and for the hold-off, then for the callbacks of the last term."""
+        """Waits for `seconds` or the hold-off, whichever is longer, and then for the callbacks of the last term."""
         with self._changed:
             seconds, self._hold_off = max(seconds, self._hold_off), 0.0
             self._changed.wait_for(lambda: self._closing, seconds)
         while (term := self._wait_for_callbacks(_REMINDER_PERIOD, lambda: self._closing)) is not None:
-            _log.warning("this process does not campaign yet: the callbacks of term %d have not returned", term)
+            _log.warning("this process is not campaigning yet: the callbacks of term %d have not returned", term)
 
     def _wait_for_callbacks(self, seconds: float, must_stop: Callable[[], bool] = lambda: False) -> int | None:
         """Waits for at most `seconds` until no callback is running. Returns the term whose callbacks still are, if any.
@@ -271,6 +271,7 @@ class Candidate:
         return client.has_response
 
     def _is_used_up(self, client: LeaseClient) -> bool:
+        """Returns whether the client's session can no longer lead, or this candidate is closing."""
         return self._closing or self._election.term != client.term
 
     def _send_request(self, client: LeaseClient) -> bool:
