@@ -1,4 +1,4 @@
-"""Servers that the tests of stores share."""
+"""A ZooKeeper server that tests share."""
 
 from __future__ import annotations
 

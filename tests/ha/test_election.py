@@ -1,4 +1,4 @@
-"""Leader election with real processes and stores: killed, stopped and cut-off leaders, and a restarted server."""
+"""Leader election with real processes and stores: killed, suspended and cut-off leaders, and a restarted server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.zookeeper import zookeeper as own_server
 
 #: The session timeout at ZooKeeper, in seconds.
 TIMEOUT = 3.0
-#: Seconds that a loaded machine may add to any limit.
+#: How many seconds a loaded machine may add to any limit.
 SLACK = 3.0
 
 
@@ -32,7 +32,7 @@ class Campaign:
         self.kind, self.url, self._folder, self._stack = kind, url, folder, stack
         self.processes = []
         self.observe()
-        #: The promised maximum in seconds until another process leads after a leader has died.
+        #: The promised maximum time between the death of a leader and the next grant, in seconds.
         self.promised_seconds = 1.0 if kind == "sqlite" else TIMEOUT + 1.0
 
     def observe(self):
@@ -46,7 +46,7 @@ class Campaign:
         return process
 
     def grants(self):
-        """(term, process, time) of each grant, ordered by term."""
+        """Returns the term, process and time of each grant, ordered by term."""
         return sorted(
             ((grant["term"], process, grant["at"]) for process in self.processes for grant in process.events("grant")),
             key=lambda grant: grant[0],
@@ -57,13 +57,13 @@ class Campaign:
         return eventually(lambda: [grant for grant in self.grants() if grant[0] >= term], seconds, f"term {term}")[0]
 
     def writes(self):
-        """The term and the writer of each write, in the store's order."""
+        """Returns the term and the writer of each write, in the store's order."""
         keys = self.observer.children("work")
         assert keys == [f"{number:08d}" for number in range(len(keys))]
         return [self.observer.read(f"work/{key}").value.decode().split() for key in keys]
 
     def wait_for_write(self, term, writer="job"):
-        """Waits for a write of that term."""
+        """Waits for a write of this term by this writer."""
         number = len(self.observer.children("work"))
         eventually(
             lambda: [str(term), writer] in [
@@ -72,7 +72,7 @@ class Campaign:
         )  # fmt: skip
 
     def check(self):
-        """Checks that each term had one process and that no write follows a write of a later term."""
+        """Checks that each term was granted to one process, and that no write follows a write of a later term."""
         terms = [term for term, _, _ in self.grants()]
         assert len(set(terms)) == len(terms), "a term was granted twice"
         for process in self.processes:
@@ -109,7 +109,7 @@ def kill_leaders(campaign, kills):
     _, leader, _ = campaign.wait_for_term(1)
     for _ in range(kills):
         campaign.wait_for_write(term)
-        job = FencedStore(campaign.observer, fence(term))  # of a process that is not killed
+        job = FencedStore(campaign.observer, fence(term))  # as in a job's process that survives the leader
         job.transact(Check("count"))
         campaign.start_process()  # the next standby
         killed_at = leader.signal(signal.SIGKILL)
@@ -137,14 +137,13 @@ def kill_leaders(campaign, kills):
     indirect=["campaign"],
 )
 def test_a_standby_leads_after_the_leader_is_killed(campaign, kills):
-    """A standby leads in the next term within the session timeout plus one second (ZooKeeper), or one second
-    (SQLite)."""
+    """A standby leads in the next term within 1 s (SQLite), or within the session timeout plus 1 s (ZooKeeper)."""
     kill_leaders(campaign, kills)
 
 
 @BOTH_STORES
-def test_a_leader_that_resigns_is_followed_at_once(campaign):
-    """Another process leads at once, and the store keeps nothing of the resigned leader."""
+def test_a_standby_leads_immediately_after_the_leader_resigns(campaign):
+    """When a leader resigns, another process leads immediately. The store no longer names the resigned leader."""
     first, second = campaign.start_process(), campaign.start_process()
     _, leader, _ = campaign.wait_for_term(1)
     standby = second if leader is first else first
@@ -161,8 +160,11 @@ def test_a_leader_that_resigns_is_followed_at_once(campaign):
     assert leader_of(campaign.observer) is None
 
 
-def test_a_leader_stopped_past_its_session_writes_nothing_more(campaign):
-    """Another process leads. When the stopped leader resumes, no write of its term succeeds, and it stands down."""
+def test_a_leader_suspended_past_its_session_writes_nothing_more(campaign):
+    """If a leader is suspended until its session expires, another process leads.
+
+    When the suspended leader resumes, no write of its term succeeds, and it stands down.
+    """
     campaign.start_process()
     _, first, _ = campaign.wait_for_term(1)
     campaign.start_process()
@@ -184,8 +186,8 @@ def test_a_leader_stopped_past_its_session_writes_nothing_more(campaign):
 
 
 @pytest.mark.parametrize("campaign", ["sqlite"], indirect=True)
-def test_a_stopped_leader_on_sqlite_keeps_leading(campaign):
-    """The process is alive, so its session is too: no other process leads, and it continues in its term."""
+def test_a_suspended_leader_on_sqlite_keeps_leading(campaign):
+    """On SQLite, a suspended leader's session stays alive, so no other process leads. Its term continues."""
     campaign.start_process()
     _, first, _ = campaign.wait_for_term(1)
     campaign.wait_for_write(1)
@@ -199,7 +201,7 @@ def test_a_stopped_leader_on_sqlite_keeps_leading(campaign):
 
 
 def test_a_leader_that_is_cut_off_stands_down_and_campaigns_again(campaign, request):
-    """The network drops everything: the leader stands down before another leads. It campaigns again when it heals."""
+    """A leader that is cut off stands down before another process leads. When the network heals, it campaigns again."""
     server = request.getfixturevalue("zookeeper")
     proxy = Proxy(server.port)
     try:
@@ -233,8 +235,7 @@ def test_a_leader_that_is_cut_off_stands_down_and_campaigns_again(campaign, requ
 
 @pytest.mark.long
 def test_leadership_survives_restarts_of_the_server(tmp_path):
-    """The server is killed and restarted: the leader stands down, a later term begins, and writes stay ordered by
-    term."""
+    """When the server is killed, the leader stands down. After a restart, a later term begins. Writes stay in order."""
     with own_server() as server, contextlib.ExitStack() as stack:
         campaign = Campaign("zookeeper", f"zookeeper://{server.hosts}/crew?timeout={TIMEOUT}", tmp_path, stack)
         campaign.start_process()
@@ -249,7 +250,7 @@ def test_leadership_survives_restarts_of_the_server(tmp_path):
             )
             server.start()
             server.wait()
-            campaign.observe()  # the observer's session may have ended
+            campaign.observe()  # the observer's previous session can have ended
             term, leader, _ = campaign.wait_for_term(term + 1, 60)
             campaign.wait_for_write(term)
         campaign.check()

@@ -1,4 +1,4 @@
-"""Jobs survive their driver: real drivers, real Spark, a real store, and SIGKILL."""
+"""Jobs survive the death of their driver: real drivers, real Spark and a real store, with SIGKILL."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ assert SparkContext._jvm.System.getProperty("spark.odd") == {SPECIAL_CHARACTERS!
 
 @pytest.fixture
 def drivers(tmp_path):
-    """Drivers over SQLite, with a directory that jobs write to."""
+    """Drivers that use SQLite, and a directory that jobs write to."""
     with campaigning_drivers(f"sqlite://{tmp_path}/jobs.db", tmp_path) as found:
         yield found
 
@@ -47,7 +47,7 @@ def drivers(tmp_path):
 def test_a_standby_finishes_the_job_of_a_killed_leader(drivers):
     """A standby finishes the job of a killed leader.
 
-    Finished steps do not run again, and the old run has ended itself.
+    The killed leader's run ends itself, and finished steps do not run again.
     """
     out = drivers.folder / "out"
     (out / "hold-2").touch()
@@ -70,7 +70,7 @@ def test_a_standby_finishes_the_job_of_a_killed_leader(drivers):
 
 @pytest.mark.long
 def test_the_tab_shows_each_run_of_a_job(drivers):
-    """The tab of a job's driver shows run, leader, term and steps, also for the run that recovers the job."""
+    """The Spark UI tab of each run of a job shows the run, leader, term and steps, even if the run recovers the job."""
     out = drivers.folder / "out"
     conf = {"spark.ui.enabled": "true", "spark.ui.port": "0"}
 
@@ -105,16 +105,16 @@ def test_the_tab_shows_each_run_of_a_job(drivers):
 
 @pytest.fixture
 def drivers_at_zookeeper(tmp_path, zookeeper):
-    """Drivers over ZooKeeper in a separate path, with sessions of four seconds."""
+    """Drivers that use a separate path of ZooKeeper, with a session timeout of four seconds."""
     with campaigning_drivers(f"zookeeper://{zookeeper.hosts}/failover-{uuid.uuid4().hex}?timeout=4", tmp_path) as found:
         yield found
 
 
 @pytest.mark.parametrize("fault", ["stopped", pytest.param("killed", marks=pytest.mark.long)])
-def test_a_leader_lost_past_its_session_is_followed(drivers_at_zookeeper, fault):
-    """A leader that is killed or stopped past its session is followed, and its run ends.
+def test_a_standby_leads_after_the_leaders_session_has_ended(drivers_at_zookeeper, fault):
+    """If a leader is killed, or suspended until its session expires, its run ends, and a standby leads.
 
-    It does not lead when it resumes.
+    A leader that was suspended does not lead when it resumes.
     """
     drivers = drivers_at_zookeeper
     out = drivers.folder / "out"
@@ -140,7 +140,7 @@ def test_a_leader_lost_past_its_session_is_followed(drivers_at_zookeeper, fault)
 
 
 def test_rows_are_committed_once_when_the_leader_is_killed(drivers):
-    """The leader is killed while tasks stage. All rows are committed once, and no staged rows are left."""
+    """If the leader is killed while tasks are staging rows, all rows are committed once, and no staged rows are left."""
     out = drivers.folder / "out"
     (out / "hold-task").touch()
     drivers.start()
@@ -157,8 +157,7 @@ def test_rows_are_committed_once_when_the_leader_is_killed(drivers):
 
 @pytest.mark.long
 def test_a_job_runs_again_when_its_jvm_is_killed_in_an_action(drivers):
-    """If the JVM is killed while Python waits for an action, the resulting error does not fail the job: it runs
-    again."""
+    """If the JVM is killed during an action, the resulting error in Python does not fail the job; the job runs again."""
     out = drivers.folder / "out"
     (out / "hold-task").touch()
     drivers.start()
@@ -173,7 +172,7 @@ def test_a_job_runs_again_when_its_jvm_is_killed_in_an_action(drivers):
 @pytest.mark.long
 @pytest.mark.parametrize("killed_process", ["jvm", "python"])
 def test_a_killed_run_does_not_repeat_a_decided_commit(drivers, killed_process):
-    """SIGKILL of the job's Python or JVM loses a run, not the job. A decided commit is not repeated."""
+    """If a job's Python process or JVM is killed, the job runs again, and a decided commit is not repeated."""
     out = drivers.folder / "out"
     (out / "hold-end").touch()
     drivers.start()
@@ -189,17 +188,20 @@ def test_a_killed_run_does_not_repeat_a_decided_commit(drivers, killed_process):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moment", ["1", "behind-1"])
-def test_a_coordinator_resumes_from_the_last_step_of_a_killed_job(drivers, moment):
-    """A coordinator that dies during or between actions resumes from the last step. Results are as if undisturbed."""
-    (drivers.folder / "out" / f"hold-{moment}").touch()
+@pytest.mark.parametrize("hold_point", ["1", "behind-1"])
+def test_a_coordinator_resumes_from_the_last_step_of_a_killed_job(drivers, hold_point):
+    """If a job is killed during or between actions, its coordinator resumes from the state after the last step.
+
+    The results are the same as without a kill.
+    """
+    (drivers.folder / "out" / f"hold-{hold_point}").touch()
     drivers.start()
     drivers.submit(job_spec("counting", drivers), "job")
-    started = "action-1" if moment == "1" else "behind-1"
-    wait_until(lambda: recorded_lines(drivers, started), "the job has reached the moment")
+    started = "action-1" if hold_point == "1" else "behind-1"
+    wait_until(lambda: recorded_lines(drivers, started), "the job has reached the hold point")
     os.kill(drivers.process("job"), signal.SIGKILL)
     wait_until(lambda: len(recorded_lines(drivers, started)) == 2, "another run continues")
-    (drivers.folder / "out" / f"go-{moment}").touch()
+    (drivers.folder / "out" / f"go-{hold_point}").touch()
     assert drivers.result("job").value() == [
         list(range(1, 11)),
         [*range(11, 21), 1, 2, 3],
@@ -209,9 +211,10 @@ def test_a_coordinator_resumes_from_the_last_step_of_a_killed_job(drivers, momen
 
 @pytest.mark.long
 def test_a_killed_job_reads_each_split_once(drivers):
-    """A job that dies while it reads splits reads each split once in the end.
+    """If a job is killed while it reads splits, its final result still contains each split once.
 
-    Splits of its finished step come first and in their order, although the enumerator returns another order later.
+    The splits that the finished step had read come first and in their original order, although the enumerator returns
+    another order in the second run.
     """
     drivers.start()
     drivers.submit(job_spec("splitting", drivers), "job")
@@ -220,17 +223,18 @@ def test_a_killed_job_reads_each_split_once(drivers):
     first, second = drivers.result("job").value()
     assert (first, {rows for _, rows in second}) == (0, {20_000})
     read = [n for n, _ in second]
-    known = next(number for number, n in enumerate(read) if n != number)  # splits that the first step had read
-    assert read == [*range(known), *range(19, known - 1, -1)]
-    assert 1 <= known <= 6
+    # how many splits the first step had read
+    read_before = next(number for number, n in enumerate(read) if n != number)
+    assert read == [*range(read_before), *range(19, read_before - 1, -1)]
+    assert 1 <= read_before <= 6
     assert [recorded_lines(drivers, name) for name in ("first", "second")] == [["1"], ["1", "2"]]
 
 
 @pytest.mark.long
-def test_no_run_starts_while_the_stopped_process_of_the_last_one_exists(drivers):
-    """A standby starts no new run while the earlier run's process is only stopped.
+def test_no_run_starts_while_the_suspended_process_of_the_previous_run_exists(drivers):
+    """A standby starts no new run while the process of the earlier run is suspended but alive.
 
-    It reconciles other jobs meanwhile, and starts the next run when that process has ended.
+    Meanwhile, the standby reconciles other jobs. It starts the next run when that process has ended.
     """
     out = drivers.folder / "out"
     (out / "hold-1").touch()
@@ -259,8 +263,8 @@ def test_no_run_starts_while_the_stopped_process_of_the_last_one_exists(drivers)
     assert drivers.record("job").run == 2
 
 
-def test_sigterm_of_the_leader_hands_over_at_once(drivers):
-    """After SIGTERM the leader hands over at once: its run ends, and the standby runs the job."""
+def test_a_leader_hands_over_immediately_after_sigterm(drivers):
+    """After SIGTERM, the leader hands over immediately: its run ends, and the standby runs the job."""
     out = drivers.folder / "out"
     (out / "hold-1").touch()
     drivers.start()
@@ -279,8 +283,11 @@ def test_sigterm_of_the_leader_hands_over_at_once(drivers):
 
 
 def test_jobs_fail_end_and_are_cancelled_independently(drivers):
-    """Jobs that raise or return unpicklable values fail with the reason, one that always dies is given up, one is
-    cancelled."""
+    """Each job ends in its own way, whatever other jobs do.
+
+    A job that raises an error or returns an unpicklable value fails with the reason. A job whose runs all die fails,
+    and a cancelled job ends.
+    """
     out = drivers.folder / "out"
     (out / "hold-0").touch()
     script = drivers.folder / "script.py"
@@ -316,7 +323,7 @@ def test_jobs_fail_end_and_are_cancelled_independently(drivers):
 
 
 def test_all_jobs_of_a_killed_leader_continue(drivers):
-    """All running jobs of a killed leader continue under the next one, each from its own steps."""
+    """All running jobs of a killed leader continue under the next leader, each after its own finished steps."""
     out = drivers.folder / "out"
     folders = [out / str(number) for number in range(3)]
     for folder in folders:
@@ -345,9 +352,9 @@ def test_all_jobs_of_a_killed_leader_continue(drivers):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_failover_on_a_standalone_cluster_commits_rows_once(drivers, tmp_path):
-    """Executors run on a cluster.
+    """If the leader is killed while tasks on a standalone cluster are staging rows, all rows are committed once.
 
-    Rows are committed once although the leader dies while tasks stage; no executor is left.
+    No staged rows are left.
     """
     out = drivers.folder / "out"
     (out / "hold-task").touch()
@@ -368,7 +375,7 @@ def test_a_failover_on_a_standalone_cluster_commits_rows_once(drivers, tmp_path)
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_job_survives_ten_killed_leaders(drivers):
-    """Ten leaders are killed, each during a step. Finished steps stay finished, and the result is right."""
+    """If ten leaders are killed, each during a step, finished steps do not run again, and the result is correct."""
     out = drivers.folder / "out"
     for number in range(10):
         (out / f"hold-{number}").touch()
@@ -390,7 +397,7 @@ def test_a_job_survives_ten_killed_leaders(drivers):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_finished_steps_are_not_repeated_when_each_step_is_killed(drivers):
-    """The process of a job with five steps is killed in each step. Finished steps do not run again."""
+    """If the process of a job is killed once in each of its five steps, finished steps do not run again."""
     out = drivers.folder / "out"
     for number in range(5):
         (out / f"hold-{number}").touch()
@@ -413,7 +420,7 @@ def test_finished_steps_are_not_repeated_when_each_step_is_killed(drivers):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0])
 def test_jobs_end_once_whenever_the_leader_is_killed(drivers, seconds):
-    """Whatever the leader is doing with two short jobs (start, end, clean up), each ends once under the next leader."""
+    """If the leader is killed while two short jobs start, run or end, each of them still ends once."""
     drivers.start()
     leader = drivers.leader()
     drivers.start()
@@ -428,9 +435,9 @@ def test_jobs_end_once_whenever_the_leader_is_killed(drivers, seconds):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_killed_stream_resumes_from_its_last_batch(drivers):
-    """An interrupted batch starts with the coordinator state after the previous batch.
+    """If a job is killed during a batch, the next run repeats this batch, but no finished batch.
 
-    A finished batch is not repeated.
+    The repeated batch starts with the coordinator state after the previous batch.
     """
     out = drivers.folder / "out"
     (out / "input").mkdir()
@@ -448,9 +455,9 @@ def test_a_killed_stream_resumes_from_its_last_batch(drivers):
 
 
 def test_a_driver_that_the_store_refuses_ends_with_a_message(zookeeper, tmp_path):
-    """Without the store's credentials, or if a newer stagecrew has written it, a driver ends with a message.
+    """A driver exits with a message if its credentials are wrong, or if a newer stagecrew has written the store.
 
-    Otherwise it would wait indefinitely.
+    Otherwise, the driver would wait indefinitely.
     """
     chroot = f"/refusing-{uuid.uuid4().hex}"
     url = f"zookeeper://{zookeeper.hosts}{chroot}?timeout=4"
@@ -476,7 +483,7 @@ def test_a_driver_that_the_store_refuses_ends_with_a_message(zookeeper, tmp_path
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_drivers_wait_for_a_store_that_starts_later(tmp_path):
-    """Drivers started before their store wait for it. When it starts, one of them leads and runs submitted jobs."""
+    """Drivers that start before their store wait for it. When the store starts, one of them leads and runs jobs."""
     from support.zookeeper import zookeeper
 
     with zookeeper() as server:
@@ -503,10 +510,7 @@ def test_drivers_wait_for_a_store_that_starts_later(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_job_runs_again_after_the_store_was_lost(tmp_path):
-    """ZooKeeper is killed during a job and returns after the session.
-
-    The job runs again under the next leader, to its end.
-    """
+    """If ZooKeeper is killed during a job and restarts only after the run has ended, the job runs again and succeeds."""
     from support.zookeeper import zookeeper
 
     with zookeeper() as server, campaigning_drivers(f"zookeeper://{server.hosts}/away?timeout=4", tmp_path) as drivers:
@@ -532,9 +536,9 @@ def test_a_job_runs_again_after_the_store_was_lost(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_job_waits_while_the_storage_is_missing(drivers):
-    """A job whose step ends while the storage is missing waits and continues in its first run.
+    """If the storage is missing when a step ends, the job waits, and then continues in its first run.
 
-    Submitting raises meanwhile.
+    Meanwhile, submitting another job raises an error.
     """
     out = drivers.folder / "out"
     (out / "hold-0").touch()

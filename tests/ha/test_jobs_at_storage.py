@@ -1,5 +1,4 @@
-"""Jobs whose state storage is full or read-only: real drivers and runs, with a small file system mounted by the
-test."""
+"""Jobs whose state storage is full or read-only, with real drivers and runs, on a small file system."""
 
 import contextlib
 import os
@@ -15,7 +14,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 class Disk:
-    """A file system of 8 MB. SQLite's log may use half of it."""
+    """A file system of 8 MB, half of which SQLite's log can use."""
 
     def __init__(self, folder):
         self.folder, self._filler = folder, folder / "filler"
@@ -34,14 +33,14 @@ class Disk:
     def make_room(self):
         self._filler.unlink()
 
-    def lock(self):
+    def make_read_only(self):
         self._remount("ro")
 
-    def unlock(self):
+    def make_writable(self):
         self._remount("rw")
 
-    def _remount(self, how):
-        subprocess.run(["mount", "-o", f"remount,{how}", str(self.folder)], check=True)
+    def _remount(self, mode):
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(self.folder)], check=True)
 
     def files(self):
         return sorted(path for path in self.folder.rglob("*") if path.is_file())
@@ -60,7 +59,7 @@ def disk(tmp_path):
 
 @pytest.fixture
 def drivers(tmp_path, disk):
-    """Drivers whose state storage is the small disk. The store is elsewhere."""
+    """Drivers whose state storage is on the small disk. The store is elsewhere."""
     with campaigning_drivers(f"sqlite://{tmp_path}/jobs.db", tmp_path) as found:
         yield found
 
@@ -69,13 +68,13 @@ BROKEN_STORAGE = pytest.mark.parametrize(
     ("break_storage", "repair_storage", "message"),
     [
         pytest.param(Disk.fill, Disk.make_room, "No space is left: free some", id="full"),
-        pytest.param(Disk.lock, Disk.unlock, "It is read-only: use a storage", id="read-only"),
+        pytest.param(Disk.make_read_only, Disk.make_writable, "It is read-only: use a storage", id="read-only"),
     ],
 )
 
 
 def check_submit_is_refused(drivers, disk, message):
-    """`submit` fails with one line and exit code 1, and stores neither state nor job. Read-only commands work."""
+    """Checks that `submit` fails with one line and exit code 1 and stores nothing, and that read-only commands work."""
     places = {"STAGECREW_STORE": drivers.store, "STAGECREW_STATE": str(drivers.state)}
     (drivers.folder / "ha_jobs.py").write_text(MODULE)
     with drivers.jobs() as jobs:
@@ -96,8 +95,10 @@ def check_submit_is_refused(drivers, disk, message):
 
 @BROKEN_STORAGE
 def test_running_jobs_wait_until_the_storage_is_repaired(drivers, disk, break_storage, repair_storage, message):
-    """Running jobs wait in a step, a commit or their end, and continue in their first run when the storage is
-    repaired."""
+    """Jobs that end a step, commit or end while the storage is broken wait until it is repaired.
+
+    Then they continue in their first run.
+    """
     (drivers.folder / "out" / "hold-0").touch()
     (drivers.folder / "out" / "hold-stage").touch()
     driver = drivers.start()
@@ -128,7 +129,7 @@ def test_running_jobs_wait_until_the_storage_is_repaired(drivers, disk, break_st
 
 @BROKEN_STORAGE
 def test_a_failover_works_while_the_storage_is_broken(drivers, disk, break_storage, repair_storage, message):
-    """A standby recovers a job meanwhile and knows its finished steps.
+    """While the storage is broken, a standby recovers a killed leader's job without repeating finished steps.
 
     A cancelled job ends when the storage is repaired.
     """
@@ -160,9 +161,9 @@ def test_a_failover_works_while_the_storage_is_broken(drivers, disk, break_stora
 
 
 def test_jobs_wait_when_store_and_storage_share_a_full_disk(tmp_path, disk):
-    """Store and storage share a disk that stays full longer than the leader's check interval.
+    """If the store and the storage share a disk that is full for some seconds, the leader keeps leading.
 
-    The leader keeps leading, `submit` fails with one line, and the jobs continue in their first run when there is room.
+    `submit` fails with one line, and jobs continue in their first run when there is room again.
     """
     with campaigning_drivers(f"sqlite://{disk.folder}/jobs.db", tmp_path) as drivers:
         (drivers.folder / "out" / "hold-0").touch()

@@ -1,4 +1,4 @@
-"""Jobs whose store is ZooKeeper: servers die, a driver or a run (or both) loses its connection, and TLS."""
+"""Jobs whose store is ZooKeeper: killed servers, drivers and runs without a connection, and TLS."""
 
 import json
 import os
@@ -31,22 +31,22 @@ def check_rows_are_stored_once(drivers):
 
 
 def job_process(drivers):
-    """The process that runs the job, or None if no process has a session for it."""
+    """Returns the process that runs the job, or None if no process with a live session runs it."""
     with drivers.jobs() as jobs:
         return jobs.process("job")
 
 
 def leading_server(servers):
-    """The leading server, or None while fewer than two servers are in service."""
+    """Returns the leading server, or None while fewer than two servers are in service."""
     modes = {server: server.serving() for server in servers if server.alive}
     leading = [server for server, status in modes.items() if "Mode: leader" in status]
     return leading[0] if leading and sum("Mode:" in status for status in modes.values()) > 1 else None
 
 
 def test_jobs_survive_when_the_ensembles_leader_is_killed(tmp_path):
-    """The leading ZooKeeper server is killed twice while jobs run.
+    """If the leading ZooKeeper server is killed twice while jobs are running, finished steps and rows are kept.
 
-    Finished steps and rows are kept. A job starts another run only if the drivers elect a new leader.
+    A job starts another run only if the drivers elect a new leader.
     """
     with ensemble() as servers:
         hosts = ",".join(server.hosts for server in servers)
@@ -57,7 +57,7 @@ def test_jobs_survive_when_the_ensembles_leader_is_killed(tmp_path):
             pair = [drivers.start(), drivers.start()]
             drivers.submit(job_spec("steps", drivers, count=4), "steps")
             drivers.submit(job_spec("storing", drivers), "rows")
-            wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
+            wait_until(lambda: recorded_lines(drivers, "stages"), "the job is staging rows")
             for number in (1, 2):
                 wait_until(lambda number=number: recorded_lines(drivers, f"step-{number}"), f"step {number} runs")
                 killed = wait_until(lambda: leading_server(servers), "a server leads")
@@ -94,10 +94,10 @@ def test_jobs_survive_when_the_ensembles_leader_is_killed(tmp_path):
     ids=["both", "both, before the commit", "run", "run, before the commit", "driver"],
 )
 def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut_off, is_committing):
-    """A leader, its run, or both lose the connection to ZooKeeper.
+    """If a leader, its run, or both lose the connection to ZooKeeper, the run ends in time and commits nothing.
 
-    The run ends in time and commits nothing, even if it is about to commit. Another run finishes the job. When the
-    connection is back, the driver that was cut off becomes a standby again.
+    This holds even if the run is about to commit. Another run finishes the job. When the connection is back, the driver
+    that was cut off becomes a standby again.
     """
     path = f"jobs-{uuid.uuid4().hex}?timeout={TIMEOUT}"
     direct = f"zookeeper://{zookeeper.hosts}/{path}"
@@ -111,7 +111,7 @@ def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut
         assert drivers.leader() is first
         second = drivers.start()
         drivers.submit(job_spec("storing", drivers), "job")
-        wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
+        wait_until(lambda: recorded_lines(drivers, "stages"), "the job is staging rows")
         orphan = drivers.process("job")
         proxy.hold("to", "from")
         cut_at = time.monotonic()
@@ -123,7 +123,7 @@ def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut
         if cut_off == "run":
             wait_until(lambda: job_process(drivers) is None, "the run's session ends")
             proxy.heal()  # the next run also uses the proxy
-        wait_until(lambda: len(recorded_lines(drivers, "stages")) == 2, "the next run stages")
+        wait_until(lambda: len(recorded_lines(drivers, "stages")) == 2, "the next run is staging rows")
         proxy.heal()
         (out / "go-stage").touch()
         assert drivers.result("job").value() == 100
@@ -137,7 +137,7 @@ def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut
             assert jobs.leader().term == (1 if cut_off == "run" else 2)
         assert [driver.poll() for driver in (first, second)] == [None, None]
         drivers.assert_nothing_left("job")
-        # The second driver ends. The first one, which was cut off, now leads and runs jobs.
+        # When the second driver ends, the first driver, which was cut off, leads and runs jobs.
         second.terminate()
         assert second.wait(60) == 0
         drivers.running.remove(second)
@@ -148,8 +148,8 @@ def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut
         drivers.assert_nothing_left("job", "next")
 
 
-def test_a_run_that_is_stopped_until_its_session_expires_commits_nothing(zookeeper, tmp_path):
-    """SIGSTOP suspends the run until its session has expired. After SIGCONT the run ends without a commit.
+def test_a_run_that_is_suspended_until_its_session_expires_commits_nothing(zookeeper, tmp_path):
+    """A run that is suspended until its session has expired ends without a commit when it resumes.
 
     The leader starts the next run.
     """
@@ -160,7 +160,7 @@ def test_a_run_that_is_stopped_until_its_session_expires_commits_nothing(zookeep
         (out / "hold-stage").touch()
         drivers.start()
         drivers.submit(job_spec("storing", drivers), "job")
-        wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
+        wait_until(lambda: recorded_lines(drivers, "stages"), "the job is staging rows")
         run = drivers.process("job")
         os.kill(run, signal.SIGSTOP)
         wait_until(lambda: job_process(drivers) is None, "the run's session ends")
@@ -176,9 +176,9 @@ def test_a_run_that_is_stopped_until_its_session_expires_commits_nothing(zookeep
 
 
 def test_a_job_runs_over_tls_without_leaking_the_secret(tmp_path, monkeypatch):
-    """With certificates and credentials from the environment, a job is submitted, run and queried over TLS.
+    """With certificates, and credentials from the environment, a job is submitted, run and queried over TLS.
 
-    The secret is in no command line and no log. A command without the right secret fails, and prints no result.
+    The secret appears in no command line and no log. A command without the right secret fails and prints no result.
     """
     secret = "crew:s3cret"
     monkeypatch.setenv("STAGECREW_STORE_CREDENTIALS", secret)
@@ -196,7 +196,7 @@ def test_a_job_runs_over_tls_without_leaking_the_secret(tmp_path, monkeypatch):
             words = ["submit", "--id", "job", *conf, "--arg", f"folder={tmp_path}/out", "ha_jobs:storing"]
             submitted = run_stagecrew(*words, cwd=tmp_path, **environment)
             assert (submitted.returncode, submitted.stdout) == (0, "job\n"), submitted.stderr
-            wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
+            wait_until(lambda: recorded_lines(drivers, "stages"), "the job is staging rows")
             tree = [driver.pid, *(child.pid for child in psutil.Process(driver.pid).children(recursive=True))]
             assert job_process(drivers)["pid"] in tree
             for pid in filter(is_alive, tree):

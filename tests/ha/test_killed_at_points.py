@@ -1,4 +1,4 @@
-"""Submitters, drivers and runs are killed at named points of their writes: real processes over a real store."""
+"""Submitters, drivers and runs are killed at named points of their writes, as real processes with a real store."""
 
 import signal
 import uuid
@@ -12,8 +12,8 @@ from support.driver_processes import QUICK_CONF, campaigning_drivers, kill_point
 from support.example_jobs import MODULE, job_spec, recorded_lines
 from support.processes import is_alive
 
-#: Points of a run, and which runs stage the rows. There is no point between storing the result and ending the job,
-#: because that is one write.
+#: Points at which a run is killed, each with the numbers of the runs that stage the rows. There is no point between
+#: storing the result and ending the job, because that is one write.
 RUN_POINTS = {
     "job claimed": (["2"], r"Create:jobs/job/process"),
     "commit opened": (["2"], r"Create:jobs/job/commits/"),
@@ -28,7 +28,7 @@ RUN_POINTS = {
     "result bytes written": (["1"], r"write .*results"),
     "result stored": (["1"], r"Create:results/job"),
 }
-#: Points of a driver that starts a run, and that cleans up after the job's end.
+#: Points at which a driver is killed: when it starts a run, and when it cleans up after the job's end.
 DRIVER_POINTS = {
     "before run counted": (r"Replace:jobs/job Replace:jobs/job/claim", "before"),
     "run counted": (r"Replace:jobs/job Replace:jobs/job/claim",),
@@ -42,7 +42,7 @@ DRIVER_POINTS = {
     "spec deleted": (r"Delete:specs/job$",),
     "job clean": (r"Replace:jobs/job Delete:open/job",),
 }
-#: Points in the end of a cancelled job: of its driver, and of the process that finishes a decided commit.
+#: Points at which the driver of a cancelled job, or the process that finishes its commits, is killed.
 CANCELLED_POINTS = {
     "before ending": ("driver", r"Replace:jobs/job Replace:jobs/job/claim", "before", 2),
     "ending": ("driver", r"Replace:jobs/job Replace:jobs/job/claim", "after", 2),
@@ -57,7 +57,7 @@ SUBMIT_POINTS = {
 
 
 def at_each_point(points, cheap=()):
-    """Parametrizes a test with the points by name. All but the cheap ones belong to the long run."""
+    """Parametrizes a test with these points, by name. All points except those in `cheap` are marked as long."""
     return pytest.mark.parametrize(
         "fault", [pytest.param(fault, id=name, marks=[] if name in cheap else pytest.mark.long) for name, fault in points.items()]
     )  # fmt: skip
@@ -91,7 +91,7 @@ def check_end(drivers, reached, state="succeeded"):
 
 @pytest.fixture
 def drivers(request, tmp_path):
-    """Drivers over SQLite, or over the store named by the parameter."""
+    """Drivers that use SQLite, or the store named by the parameter."""
     url = f"sqlite://{tmp_path}/jobs.db"
     if getattr(request, "param", "sqlite") == "zookeeper":
         url = f"zookeeper://{request.getfixturevalue('zookeeper').hosts}/points-{uuid.uuid4().hex}?timeout=4"
@@ -107,7 +107,10 @@ def reached(tmp_path):
 
 @at_each_point(RUN_POINTS, cheap=["result bytes written"])
 def test_a_job_survives_its_run_killed_at_each_point(drivers, reached, fault):
-    """Another run finishes the job unless the result was stored. A decided commit is not staged again."""
+    """If a run is killed before the job's result is stored, another run finishes the job.
+
+    Rows whose commit was decided are not staged again.
+    """
     stages, *point_arguments = fault
     drivers.start(**kill_point(reached, "run", *point_arguments))
     drivers.submit(job_spec("storing", drivers), "job")
@@ -118,7 +121,10 @@ def test_a_job_survives_its_run_killed_at_each_point(drivers, reached, fault):
 
 @at_each_point(DRIVER_POINTS)
 def test_a_job_survives_its_driver_killed_at_each_point(drivers, reached, fault):
-    """A standby finishes the job, or cleans up after it. A job that had ended does not run again."""
+    """If the leading driver is killed, a standby finishes the job or cleans up after it.
+
+    A job that had already ended does not run again.
+    """
     leader = drivers.start(**kill_point(reached, "driver", *fault))
     assert drivers.leader() is leader
     drivers.start()
@@ -133,7 +139,7 @@ def test_a_job_survives_its_driver_killed_at_each_point(drivers, reached, fault)
 @at_each_point({name: RUN_POINTS[name] for name in ("commit decided, not applied", "end claimed", "before result bytes", "result bytes written", "result stored")})  # fmt: skip
 @pytest.mark.parametrize("drivers", ["sqlite", "zookeeper"], indirect=True)
 def test_a_job_ends_once_when_the_leader_dies_while_its_run_ends(drivers, reached, fault):
-    """The leader dies while the job's process lives. Exactly one of that process and the next run ends the job."""
+    """If the leader is killed while the job's process ends the job, either this process or the next run ends it."""
     _, *point_arguments = fault
     moment, number = (point_arguments[1:] + ["after", 1][len(point_arguments) - 1 :])[:2]
     leader = drivers.start(**kill_point(reached, "run", point_arguments[0], moment, number, "driver"))
@@ -147,9 +153,9 @@ def test_a_job_ends_once_when_the_leader_dies_while_its_run_ends(drivers, reache
 
 @at_each_point(CANCELLED_POINTS)
 def test_a_cancelled_job_commits_nothing_whichever_process_dies(drivers, reached, fault):
-    """Its driver, or the process that finishes a decided commit, dies.
+    """If a cancelled job's driver, or the process that finishes its commits, is killed, the job ends as cancelled.
 
-    The job ends cancelled, and nothing is committed.
+    Nothing is committed.
     """
     (drivers.folder / "out" / "hold-stage").touch()
     role, *point_arguments = fault
@@ -157,7 +163,7 @@ def test_a_cancelled_job_commits_nothing_whichever_process_dies(drivers, reached
     assert drivers.leader() is leader
     drivers.start()
     drivers.submit(job_spec("storing", drivers), "job")
-    wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
+    wait_until(lambda: recorded_lines(drivers, "stages"), "the job is staging rows")
     orphan = drivers.process("job")
     with drivers.jobs() as jobs:
         jobs.cancel("job")
@@ -169,8 +175,11 @@ def test_a_cancelled_job_commits_nothing_whichever_process_dies(drivers, reached
 
 
 @at_each_point(SUBMIT_POINTS)
-def test_a_job_is_submitted_whole_or_not_when_its_submitter_dies(drivers, reached, tmp_path, fault):
-    """The job is stored completely or not at all. Submitted again, it is that job and runs once."""
+def test_a_job_is_stored_completely_or_not_at_all_if_its_submitter_dies(drivers, reached, tmp_path, fault):
+    """If a submitter is killed, its job is stored completely or not at all.
+
+    If the job is submitted again with the same id, it runs once.
+    """
     (tmp_path / "ha_jobs.py").write_text(MODULE)
     environment = {"STAGECREW_STORE": drivers.store, "STAGECREW_STATE": str(drivers.state)}
     conf = [word for key, value in QUICK_CONF.items() for word in ("--conf", f"{key}={value}")]

@@ -13,31 +13,31 @@ ERRORS = {"raise": "ValueError: the program's own error", "nameless": "OperatorM
 
 
 def differences(program, seed, *kills):
-    """The first list of kills that changes the outcome, with both outcomes, or None."""
-    without, points = history(program, seed)
+    """Returns the first list of kills that changes the outcome, with both outcomes, or None."""
+    undisturbed, points = history(program, seed)
     errors = tuple(error for statement, error in ERRORS.items() if f"'{statement}'" in str(program))
-    assert without.state == "succeeded" or without.reason.startswith(errors), without
+    assert undisturbed.state == "succeeded" or undisturbed.reason.startswith(errors), undisturbed
     for killed_at in [(), *kills]:
         # Without kills, another seed changes the order of the threads.
         points_killed = [1 + one * len(points) // 1000 for one in killed_at]
         other, _ = history(program, seed if killed_at else seed + 1, *points_killed)
-        if other != without:
+        if other != undisturbed:
             return {
                 "killed": [(number, points[number - 1]) for number in points_killed],
                 "gives": other,
-                "instead of": without,
+                "instead of": undisturbed,
             }
     return None
 
 
 def difference_at_each_third_point(program):
-    """The first difference that a kill at one of every third point makes."""
+    """Returns the first difference that a single kill makes, trying every third point."""
     _, points = history(program, 1)
     return differences(program, 1, *([-(-1000 * i // len(points))] for i in range(0, len(points), 3)))
 
 
-#: The first program of issue 22 with an action on some rows and on all, the second program, and one operator in four
-#: batches.
+#: Programs that once gave other results after a kill: splits with an action on some rows and on all rows, a session
+#: use inside a step and one outside of it, and one operator in four batches.
 REGRESSIONS = {
     f"splits-{limit}": (
         (
@@ -65,12 +65,12 @@ REGRESSIONS["batches"] = (("stream", "q", 4, False, None, (), (("use", "u", ("se
 
 @pytest.mark.parametrize("program", REGRESSIONS.values(), ids=REGRESSIONS)
 def test_earlier_failures_give_the_same_results_at_every_kill(program):
-    """Programs that once gave other results give the same results wherever they are killed."""
+    """Programs that once gave other results after a kill now give the same results wherever they are killed."""
     assert difference_at_each_third_point(program) is None
 
 
 @pytest.mark.parametrize("program", REGRESSIONS.values(), ids=REGRESSIONS)
-def test_the_simulation_detects_an_identity_by_order_of_use(monkeypatch, program):
+def test_the_simulation_detects_uses_identified_by_their_order(monkeypatch, program):
     """If a use were identified by its order in the run, kills would change the results of these programs."""
 
     def key(self, operator, name=None, otherwise=None):
@@ -102,5 +102,5 @@ def test_programs_give_the_same_results_at_any_kill(program, seed, kills):
 @settings(NO_DEADLINE, max_examples=2000)
 @with_drawn_programs
 def test_two_thousand_programs_give_the_same_results_at_any_kill(program, seed, kills):
-    """The same holds for other programs in each run."""
+    """Two thousand programs, which differ in each test run, give the same results wherever their runs are killed."""
     assert differences(program, seed, *kills) is None

@@ -1,4 +1,4 @@
-"""Job programs in real processes with real Spark, killed at a write to the store: same results as the simulation."""
+"""Job programs that run in real processes with real Spark, and are killed, give the results of the simulation."""
 
 import collections
 import json
@@ -27,7 +27,7 @@ from support.job_program_strategy import programs as drawn
 )
 @given(program=drawn(), point_number=st.integers(0, 999), moment=st.sampled_from(["before", "after"]))
 def test_a_killed_process_gives_the_results_of_the_simulation(tmp_path_factory, program, point_number, moment):
-    """A program whose process is killed gives the results and rows of the simulation without a kill."""
+    """A program whose process is killed at a write to the store gives the results and rows of an undisturbed simulation."""
     text = str(program)
     assume("'act'" in text and text.count("(") > 30 and "'raise'" not in text and "'nameless'" not in text)
     expected, points = history(program, 1)

@@ -29,7 +29,7 @@ def store_and_storage(request, tmp_path):
 
 
 def run_to_cleanup(jobs, id_):
-    """Takes a job from its submit to its cleanup, as a run and a leader do."""
+    """Submits, starts, finishes and cleans up a job, as a leader and a run would."""
     jobs.submit(SPEC, id_)
     jobs = FencedJobs(jobs._store, jobs._storage)
     jobs.start_run(id_, jobs.read(id_), jobs.claim_version(id_))
@@ -40,8 +40,8 @@ def run_to_cleanup(jobs, id_):
 def test_concurrent_prunes_remove_each_ended_job_once(store_and_storage, tmp_path):
     """Three concurrent prunes remove each old job once and nothing else.
 
-    They keep open jobs, and jobs submitted meanwhile under an id that a prune has freed. Nothing of a removed job is
-    left in the store or in the storage.
+    They keep open jobs, and jobs that are submitted meanwhile with an id that a prune has freed. Nothing of a removed
+    job is left in the store or in the storage.
     """
     ids = [f"a/{number}" for number in range(20)]
     with open_jobs(*store_and_storage) as jobs:

@@ -1,5 +1,4 @@
-"""SQLite stores under faults: kills at any moment, full and failing disks, deleted files, and files of other
-programs."""
+"""SQLite stores under faults: killed processes, full and failing disks, deleted files, and other programs' files."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def url(path):
 
 
 def test_concurrent_sessions_create_one_store(tmp_path):
-    """Concurrent sessions open a store that does not exist yet. All of them open the one that one of them creates."""
+    """When several sessions open a store that does not exist yet, one creates it, and all of them use this store."""
 
     def open_and_close(path, barrier):
         barrier.wait(30)
@@ -89,7 +88,7 @@ def test_files_are_private_and_a_closed_session_leaves_none(path):
 
 
 def test_transactions_are_on_disk_before_they_return(path):
-    """Every session, whether it creates or opens the store, has its transactions on disk before they return."""
+    """Transactions are on disk before they return, in the session that created the store and in any other session."""
     with contextlib.closing(SQLiteStore(path)) as first, contextlib.closing(SQLiteStore(path)) as second:
         for store in (first, second):
             settings = [
@@ -99,7 +98,7 @@ def test_transactions_are_on_disk_before_they_return(path):
 
 
 def check_kills_in_transactions(path, seed, kills):
-    """Every transaction that returned is stored. Every other one is stored completely or not at all."""
+    """Checks that each transaction that returned is stored, and each interrupted one is stored completely or not."""
     rng = random.Random(seed)
     with contextlib.closing(SQLiteStore(path)) as store:
         store.ensure("a", "b")
@@ -109,7 +108,7 @@ def check_kills_in_transactions(path, seed, kills):
                 process.send("count", "a", "b")
                 replies = rng.randrange(1, 40)
                 versions = [int(process._process.stdout.readline()) for _ in range(replies)]
-                time.sleep(rng.random() / 200)  # at any moment of a transaction
+                time.sleep(rng.random() / 200)  # so that the kill interrupts a transaction at a random point
                 process.kill()
             a, b = store.read("a"), store.read("b")
             assert a == b == Entry(b"%d" % a.version, a.version)
@@ -156,7 +155,7 @@ def test_opening_removes_what_dead_sessions_left(path):
 
 
 def test_a_fork_does_not_keep_its_dead_parents_session_alive(path, tmp_path):
-    """G25: forks inherit the lock. Forks made by Python release it."""
+    """A fork made by Python releases the lock that it inherits, so the session ends when the parent dies."""
     program = """if True:
         import os, sys, time
         from stagecrew.recovery.stores.contract import Create
@@ -197,7 +196,7 @@ def test_a_session_whose_file_is_deleted_is_lost(path, store):
 
 
 def test_a_session_that_was_declared_dead_writes_nothing(path, store):
-    """After other sessions have declared a session dead, its transactions fail, even those that start with a check."""
+    """Once another session has declared a session dead, all its transactions fail, even if they start with a check."""
     store.transact(Create("a"), Create("b", b"before"), Create("e", ephemeral=True))
     with contextlib.closing(SQLiteStore(path)) as other:
         (Path(f"{path}.sessions") / store.session).unlink()
@@ -209,7 +208,7 @@ def test_a_session_that_was_declared_dead_writes_nothing(path, store):
 
 
 def test_an_inaccessible_directory_is_an_error_of_the_store(tmp_path):
-    """If the database's directory is inaccessible, nothing is done, the store says so, and the session survives."""
+    """While the database's directory is inaccessible, calls raise `StoreUnavailable`, and the session survives."""
     directory = tmp_path / "place"
     directory.mkdir()
     with contextlib.closing(SQLiteStore(directory / "crew.db")) as store:
@@ -282,7 +281,9 @@ def test_a_newer_format_is_refused_and_unchanged(path):
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute(f"PRAGMA user_version = {FORMAT + 1}")
     before = path.read_bytes()
-    with pytest.raises(StoreUnsupported, match=f"has format {FORMAT + 1}, and this stagecrew supports format {FORMAT}"):
+    with pytest.raises(
+        StoreUnsupported, match=f"has format {FORMAT + 1}, but this version of stagecrew supports only format {FORMAT}"
+    ):
         SQLiteStore(path)
     assert path.read_bytes() == before
 
@@ -296,7 +297,7 @@ def test_a_database_of_another_program_is_refused_and_unchanged(path):
     assert path.read_bytes() == before
 
 
-def test_a_file_that_is_no_database_is_refused_and_unchanged(path):
+def test_a_file_that_is_not_a_database_is_refused_and_unchanged(path):
     path.write_bytes(b"a letter to my aunt\n" * 100)
     with pytest.raises(StoreUnsupported, match="is damaged or not a database"):
         SQLiteStore(path)
@@ -355,7 +356,7 @@ def test_an_unwritable_directory_is_refused(path):
 
 
 def test_a_full_database_refuses_writes_until_there_is_room(store):
-    """SQLite's own page limit behaves like the end of a disk."""
+    """A full database refuses writes until it has room again. SQLite's page limit simulates the full disk."""
     store.ensure("a")
     (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
     store._connection.execute(f"PRAGMA max_page_count = {pages}")
@@ -367,7 +368,10 @@ def test_a_full_database_refuses_writes_until_there_is_room(store):
 
 
 def test_a_commit_that_cannot_be_written_has_an_unknown_outcome(path):
-    """No file may grow, which SQLite notices during the commit. A repetition finds out."""
+    """If files cannot grow, which SQLite notices only during the commit, the transaction's outcome is unknown.
+
+    Other sessions can still write.
+    """
     with contextlib.closing(SQLiteStore(path)) as store, StoreProcess(url(path)) as process:
         process("transact", Create("a"))
         process("limit_file_size", os.path.getsize(f"{path}-wal"))
@@ -447,7 +451,7 @@ def test_waiting_too_long_for_a_lock_raises_and_changes_nothing(path):
         assert database.execute("SELECT name FROM sessions").fetchall() == [(store.session,)]
 
 
-def test_a_process_stopped_in_a_transaction_blocks_others_only_while_stopped(path):
+def test_a_process_suspended_in_a_transaction_blocks_others_only_while_suspended(path):
     with contextlib.closing(SQLiteStore(path, call_timeout=0.2)) as store, StoreProcess(url(path)) as process:
         store.ensure("a", "b")
         process.send("count", "a", "b")

@@ -1,4 +1,4 @@
-"""The contract of a coordination store, for SQLite, ZooKeeper, and the model that other tests use."""
+"""SQLite, ZooKeeper, and the model that other tests use fulfil the contract of a coordination store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = ["sqlite", "zookeeper"]
 
 
 class Backend:
-    """Opens stores at one place, with a new root for each test."""
+    """Opens sessions at one store."""
 
     def __init__(self, url, server=None):
         self.url, self._server, self._opened = url, server, []
@@ -46,7 +46,7 @@ class Backend:
         return store
 
     def fresh(self):
-        """A store, and the key of a new entry without children."""
+        """Returns a new session, and the key of a new entry without children."""
         store, root = self.open(), f"t{uuid.uuid4().hex}"
         store.ensure(root)
         return store, root
@@ -73,14 +73,14 @@ def backend(request):
 
 @pytest.fixture(params=KINDS)
 def process_backend(request):
-    """A store that several processes can use."""
+    """A backend that several processes can use."""
     backend_of_kind = open_backend(request.param, request)
     yield backend_of_kind
     backend_of_kind.close()
 
 
 def conflict(store, *operations):
-    """The index of the operation that a transaction conflicts at, and the reason."""
+    """Returns the index of the operation at which a transaction fails with a conflict, and the reason."""
     with pytest.raises(StoreConflict) as raised:
         store.transact(*operations)
     return raised.value.index, raised.value.why
@@ -343,7 +343,7 @@ def test_a_fork_cannot_use_its_parents_session(process_backend):
 
 
 def test_ephemeral_entries_of_a_killed_process_are_removed(process_backend):
-    """With SQLite they are removed at once, with ZooKeeper after the session timeout."""
+    """A killed process's ephemeral entries are removed immediately (SQLite) or after the session timeout (ZooKeeper)."""
     store, root = process_backend.fresh()
     with StoreProcess(process_backend.url) as other:
         other(
@@ -402,7 +402,10 @@ def test_exactly_one_of_two_racing_processes_wins(process_backend):
 
 
 def test_a_paused_process_writes_nothing_after_its_session_has_ended(request):
-    """Sessions end by time on ZooKeeper only."""
+    """A process that is paused until its ZooKeeper session has expired writes nothing when it continues.
+
+    On SQLite, sessions do not expire.
+    """
     backend = open_backend("zookeeper", request)
     store, root = backend.fresh()
     store.transact(Create(f"{root}/n"))
@@ -422,7 +425,7 @@ def test_a_paused_process_writes_nothing_after_its_session_has_ended(request):
     backend.close()
 
 
-def test_a_stopped_process_on_sqlite_keeps_its_session(request):
+def test_a_suspended_process_on_sqlite_keeps_its_session(request):
     backend = open_backend("sqlite", request)
     store, root = backend.fresh()
     with StoreProcess(backend.url) as other:
@@ -434,7 +437,7 @@ def test_a_stopped_process_on_sqlite_keeps_its_session(request):
     backend.close()
 
 
-# -- Any transactions of several sessions, compared with the model
+# -- Random transactions of several sessions, compared with the model
 
 NAMES = ["a", "b", "a/a", "a/b", "b/a", "a/a/a"]
 keys = st.sampled_from(NAMES)
@@ -448,7 +451,7 @@ operations = st.one_of(
 
 
 class ModelComparison(RuleBasedStateMachine):
-    """Runs the same calls on a store and on the model. Both must return the same."""
+    """Makes the same calls to a store and to the model, which must return the same results."""
 
     backend = None  # set by the test
 

@@ -34,7 +34,7 @@ from stagecrew.recovery.stores.zookeeper import ZooKeeperStore
 from support.tcp_proxy import Proxy
 from support.waiting import eventually
 from support.zookeeper import ensemble, tls_zookeeper
-from support.zookeeper import zookeeper as started
+from support.zookeeper import zookeeper as own_server
 
 TIMEOUT = 4
 
@@ -59,7 +59,7 @@ def proxy(zookeeper):
 
 @pytest.fixture
 def store(direct_store, proxy, chroot):
-    """A store behind a network that can fail."""
+    """A store that is connected through a proxy, which can simulate network failures."""
     with contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT)) as store:
         store.ensure("a")
         yield store
@@ -67,7 +67,7 @@ def store(direct_store, proxy, chroot):
 
 @contextlib.contextmanager
 def in_thread(work, *arguments):
-    """Runs work in another thread. Yields a function that waits for its result or raises its error."""
+    """Runs `work` in another thread. Yields a function that waits for the result of `work` or raises its error."""
     outcome = []
 
     def run():
@@ -131,7 +131,7 @@ def test_a_conflict_after_a_lost_request_is_reported(store, direct_store, proxy)
 
 
 def test_a_late_duplicate_is_not_done_again(store, direct_store, proxy):
-    """The first request stalls in the network and reaches the server after its repetition was done and undone."""
+    """A request that reaches the server late, after its repetition was applied and undone, is not applied again."""
     late = list(proxy._connections)
     proxy.hold("to", new=False)
     with in_thread(store.transact, Create("a/b", b"once")) as get_result:
@@ -215,7 +215,7 @@ def test_a_session_cut_off_past_its_timeout_is_lost_permanently(store, direct_st
     name = store.session
     proxy.heal()
     proxy.cut()
-    with pytest.raises(SessionLost, match="open another store"):
+    with pytest.raises(SessionLost, match="open the store again"):
         store.transact(Create("a/late", ephemeral=True))
     for _ in range(20):
         with pytest.raises(SessionLost):
@@ -229,7 +229,10 @@ def test_a_session_cut_off_past_its_timeout_is_lost_permanently(store, direct_st
 
 
 def test_kazoo_does_not_start_a_second_session(store, direct_store):
-    """What kazoo does on its own after a session has expired. The test triggers it through kazoo's own test hook."""
+    """After its session has expired, kazoo would start a second session by itself, but the store prevents this.
+
+    The test simulates the expiry through kazoo's own test hook.
+    """
     from kazoo.protocol.connection import _SESSION_EXPIRED
 
     store.transact(Create("a/e", ephemeral=True))
@@ -282,7 +285,7 @@ def test_close_leaves_no_thread_and_no_socket(direct_store, zookeeper, chroot):
 
 
 def test_the_session_timeout_is_the_negotiated_one(zookeeper, chroot):
-    """The server's sessions last between 1 and 10 s."""
+    """Once a session is open, a store has the timeout that the server has agreed to, which is between 1 and 10 s."""
     for requested, agreed in ((4, 4), (60, 10), (0.5, 1)):
         with contextlib.closing(ZooKeeperStore(zookeeper.hosts, chroot, timeout=requested)) as store:
             assert store.timeout == requested
@@ -331,7 +334,7 @@ def test_nothing_can_be_read_or_written_without_the_credentials(zookeeper, chroo
 def test_a_chroot_that_is_open_to_all_is_refused_with_credentials(direct_store, zookeeper, chroot):
     direct_store.ensure("a")
     store = ZooKeeperStore(zookeeper.hosts, chroot, timeout=TIMEOUT, credentials="a:b")
-    with contextlib.closing(store), pytest.raises(StoreRefused, match="open to others"):
+    with contextlib.closing(store), pytest.raises(StoreRefused, match="does not match these credentials"):
         store.read("a")
 
 
@@ -364,7 +367,7 @@ def test_credentials_come_from_the_environment_or_a_file(zookeeper, chroot, tmp_
         open_store(url, {"STAGECREW_STORE_CREDENTIALS_FILE": str(tmp_path / "none")})
 
 
-# -- Refused formats and urls
+# -- Refused formats and URLs
 
 
 @pytest.mark.parametrize(
@@ -372,15 +375,18 @@ def test_credentials_come_from_the_environment_or_a_file(zookeeper, chroot, tmp_
     [
         (
             b"stagecrew store %d" % (FORMAT + 1),
-            rf"has format {FORMAT + 1}, and this .* supports format {FORMAT}\. A newer",
+            rf"has format {FORMAT + 1}, but this .* supports only format {FORMAT}\. A newer",
         ),
-        (b"stagecrew store 1", rf"has format 1, and this .* supports format {FORMAT}\. An older .*Finish its jobs"),
-        (b"stagecrew store ", rf"has format 0, and this .* supports format {FORMAT}\. An older .*another store"),
+        (
+            b"stagecrew store 1",
+            rf"has format 1, but this .* supports only format {FORMAT}\. An older .*Finish its jobs",
+        ),
+        (b"stagecrew store ", rf"has format 0, but this .* supports only format {FORMAT}\. An older .*another store"),
         (b"something", "belongs to another program"),
     ],
 )
 def test_another_format_is_refused_and_unchanged(direct_store, zookeeper, chroot, value, message):
-    """A root of an older or newer format is refused with an error that names it. None of its nodes is changed."""
+    """A store of an older or newer format is refused with an error that names the format. No node is changed."""
     direct_store.ensure("a", "jobs/one")
     kazoo = direct_store._session._kazoo
 
@@ -464,7 +470,7 @@ def test_without_kazoo_the_error_names_what_to_install():
 
 def test_a_session_survives_a_restart_of_the_server_within_its_timeout(chroot):
     with (
-        started(properties=()) as server,
+        own_server(properties=()) as server,
         contextlib.closing(ZooKeeperStore(server.hosts, chroot, timeout=10)) as store,
     ):
         store.transact(Create("n"), Create("e", ephemeral=True))
@@ -551,9 +557,9 @@ def test_transactions_are_done_at_most_once_when_ensemble_leaders_die(chroot):
 
 @pytest.mark.long
 def test_a_session_at_a_lagging_server_is_current_after_a_transaction(chroot):
-    """Until then the session reads old entries.
+    """A session at a lagging server can read old entries until its first transaction, but not after it.
 
-    Therefore a leader must read after the transaction that made it leader.
+    Therefore, a new leader must read only after the transaction that made it the leader.
     """
     network = []
     with ensemble(network) as servers, contextlib.ExitStack() as stack:
@@ -575,7 +581,8 @@ def test_a_session_at_a_lagging_server_is_current_after_a_transaction(chroot):
                 proxy.heal()
             wait_for_grant()
             assert (far.children("jobs"), far.read("leader")) == (["one"], Entry(b"gone", 1, None))
-        # The check reads an old version there. The store reads it again instead of reporting a conflict.
+        # The lagging server returns an old version for the check. The store reads the version again instead of
+        # reporting a conflict.
         for proxy in network:
             proxy.hold("from")
         near.transact(Replace("leader", b"another", 1))
@@ -593,7 +600,10 @@ def test_a_session_at_a_lagging_server_is_current_after_a_transaction(chroot):
 
 
 def replace_over_a_bad_network(seed, seconds, zookeeper, direct_store, chroot):
-    """Replaces one entry repeatedly and returns the outcomes. A replacement done twice, or late, would be detected."""
+    """Replaces one entry repeatedly, and returns how often each outcome occurred.
+
+    The assertions detect a replacement that is applied twice or late.
+    """
     rng = random.Random(seed)
     direct_store.ensure("n")
     stop = threading.Event()

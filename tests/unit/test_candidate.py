@@ -118,7 +118,7 @@ def test_a_second_candidate_leads_after_the_first_is_closed(world):
     assert first.leadership is None
     second_leadership = world.wait_for_leadership(second)
     assert (second_leadership.term, leader_of(observer).term) == (2, 2)
-    with pytest.raises(LeadershipLost, match="does not lead in term 1 any more: it has resigned"):
+    with pytest.raises(LeadershipLost, match="no longer leads in term 1: it has resigned"):
         leadership.store.transact(Create("b"))
     assert not leadership.valid
     assert second.close()
@@ -154,7 +154,7 @@ def test_a_write_in_an_old_term_ends_leadership(world):
     leadership = world.wait_for_leadership(candidate)
     other = world.server.session()
     other.transact(Delete(TERM), Delete(HOLDER), Create(TERM))
-    with pytest.raises(LeadershipLost, match="leader/term does not have version 1 any more"):
+    with pytest.raises(LeadershipLost, match="leader/term no longer has version 1"):
         leadership.store.transact(Create("a"))
     assert not leadership.valid
     other.close()
@@ -294,7 +294,7 @@ def test_an_on_revoke_that_does_not_return_delays_others_only_for_a_time(world, 
         patch.setattr("stagecrew.recovery.leadership.candidate._JOIN_TIMEOUT", 0.5)
         assert not first.close()
     assert "the callbacks of term 1 have not returned" in caplog.text
-    assert "these threads still run: stagecrew-leadership" in caplog.text
+    assert "these threads are still running: stagecrew-leadership" in caplog.text
     assert world.wait_for_leadership(second).term == 2
     released.set()
     assert first.close()

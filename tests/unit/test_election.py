@@ -195,7 +195,7 @@ def test_fenced_writes_are_refused_after_their_term():
 
     job = FencedStore(server.session(), fence(term), Check("jobs/a", 1))  # a process with its own session
     job.transact(Replace("jobs/a", b"of the job", 1))
-    with pytest.raises(LeadershipLost, match="jobs/a does not have version 1 any more"):
+    with pytest.raises(LeadershipLost, match="jobs/a no longer has version 1"):
         job.transact(Create("jobs/c"))
     job = FencedStore(job, Check("jobs/a", 2))
     server.expire(client.store.session)
@@ -207,7 +207,7 @@ def test_fenced_writes_are_refused_after_their_term():
         lambda: job.ensure("jobs/a", "jobs/d"),
         lambda: job.transact(),
     ):
-        with pytest.raises(LeadershipLost, match="leader/term does not have version 1 any more .version."):
+        with pytest.raises(LeadershipLost, match="leader/term no longer has version 1 .version."):
             write()
     assert server.entries is before
     job.ensure("jobs/a")  # it exists, so nothing is written
@@ -649,7 +649,7 @@ def test_a_late_leader_cannot_remove_a_resubmitted_job(session):
     assert not leadership.valid
     first.notify()
     assert first.calls == []  # it ended before its callbacks were called
-    with pytest.raises(LeadershipLost, match="does not lead in term 1 any more: session-1 has expired"):
+    with pytest.raises(LeadershipLost, match="no longer leads in term 1: session-1 has expired"):
         leadership.check()
     for _ in range(3):
         first.turn()

@@ -365,7 +365,8 @@ def test_a_store_of_an_older_stagecrew(places, number, ending):
         ("driver", "--work", "work"), ("submit", "--id", "two", "--arg", "day=1", "etl:load"),
     )  # fmt: skip
     words = (
-        f"has format {number}, and this stagecrew supports format {FORMAT}", "An older stagecrew wrote it", "it was not changed",
+        f"has format {number}, but this version of stagecrew supports only format {FORMAT}",
+        "An older stagecrew wrote it", "it was not changed",
         "Finish its jobs with that version, or use another store",
     )  # fmt: skip
     for command in commands:

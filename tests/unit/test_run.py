@@ -68,8 +68,8 @@ def test_a_run_continues_while_its_leader_leads_and_its_claim_is_the_latest():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda w: w.leader.close(), "does not lead any more"),
-        (lambda w: w.leader.transact(Replace(TERM, b"", 1)), "does not lead any more"),
+        (lambda w: w.leader.close(), "no longer leads"),
+        (lambda w: w.leader.transact(Replace(TERM, b"", 1)), "no longer leads"),
         (lambda w: w.leader.transact(Replace("jobs/one/claim", b"", 2)), "another run"),
         (lambda w: w.leader.transact(Delete("jobs/one/claim")), "another run"),
         (lambda w: w.server.expire(w.store.session), "its session"),

@@ -80,7 +80,7 @@ def test_a_write_is_synced_before_it_returns(storage, tmp_path, monkeypatch):
         (lambda path: path.write_bytes(b"123"), StateCorrupt, "3 bytes, but 5"),
         (lambda path: path.write_bytes(b""), StateCorrupt, "0 bytes, but 5"),
         (lambda path: path.write_bytes(b"state and more"), StateCorrupt, "longer"),
-        (lambda path: path.unlink(), StateCorrupt, "does not exist any more"),
+        (lambda path: path.unlink(), StateCorrupt, "no longer exists"),
         (lambda path: (path.unlink(), path.mkdir()), StateStorageError, "could not be read"),
     ],
     ids=["corrupt", "truncated", "emptied", "longer", "missing", "a folder"],
@@ -297,5 +297,5 @@ def test_a_file_system_in_python(tmp_path):
     storage.discard(reference)
     storage.discard(reference)
     assert storage.names("jobs") == []
-    with pytest.raises(StateCorrupt, match="does not exist any more"):
+    with pytest.raises(StateCorrupt, match="no longer exists"):
         storage.read(reference)

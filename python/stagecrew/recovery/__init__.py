@@ -1,6 +1,6 @@
 """Recovery: jobs and coordinator state that survive the driver, under one leader at a time.
 
-The names of this module are imported when they are first used, because some of them need PySpark.
+Each name of this module is imported when it is first used, because some of them need PySpark.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The retry policies of recovery, built on tenacity: which errors are retried, with which pauses, and for how long.
 
-Every policy stops with the error of the last try. An exception that a policy does not name is raised at once.
+Unless its docstring says otherwise, a policy that gives up raises the error of the last try. An error that the policy
+does not retry is raised immediately.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ Sleep = Callable[[float], None]
 RETRY_TIMEOUT: Final = 600.0
 #: The pause between two tries while a store, a storage or a sink is unavailable, in seconds.
 _PAUSE: Final = 2.0
-#: How many times a write with an unknown outcome is tried without a pause.
+#: How many times an operation with an unknown outcome is tried before a pause.
 _IMMEDIATE_TRIES: Final = 3
 #: The first and the longest pause before a candidate opens the store again, in seconds.
 _CAMPAIGN_PAUSES: Final = (0.1, 5.0)
@@ -72,7 +73,7 @@ NOT_APPLIED: Final = (
     LeadershipLost,
     ConfigurationError,
 )
-#: Errors that may not occur again, because something is unavailable or full or the outcome is unknown.
+#: Errors after which another try can succeed: something is unavailable or full, or the outcome is unknown.
 _TRANSIENT: Final = (
     StateStorageError,
     StoreUnavailable,
@@ -84,7 +85,7 @@ _TRANSIENT: Final = (
 
 
 def is_transient(error: BaseException) -> bool:
-    """Returns whether another try in the same run may succeed. Corrupt state does not repair itself."""
+    """Returns whether another try in the same run could succeed. Corrupt state does not repair itself."""
     corrupt = isinstance(error, StateCorrupt) or isinstance(error.__cause__, StateCorrupt)
     return isinstance(error, _TRANSIENT) and not corrupt
 
@@ -99,11 +100,11 @@ def retry_until(
 ) -> T:
     """Repeats an idempotent operation while the store or the storage is unavailable or full, for `timeout` seconds.
 
-    An operation with an unknown outcome is repeated at once, at least `_IMMEDIATE_TRIES` times in all. A timeout of 0
-    allows only these immediate tries. `description` describes the waiting work in the log.
+    While its outcome is unknown, an operation is tried up to `_IMMEDIATE_TRIES` times before each pause. A timeout of 0
+    allows no pause, and therefore only these tries. `description` describes the waiting work in the log.
 
-    After an unknown outcome, only the operation itself can find out whether an earlier try was applied. If a later try
-    was certainly not applied, the outcome of the earlier one is still unknown, so this raises
+    After an unknown outcome, only the operation itself can find out whether an earlier try was applied. If the last try
+    was certainly not applied, the outcome of the earlier try is still unknown, so this raises
     `PossiblyInconsistentError`.
     """
     deadline = clock() + timeout
@@ -145,10 +146,10 @@ def retry_rounds(
     clock: Clock = time.monotonic,
     sleep: Sleep = time.sleep,
 ) -> None:
-    """Repeats a round of work until it returns no errors. Raises the first error of a round that is not retried.
+    """Repeats a round of work until it returns no errors. Raises the first error of a round that is not repeated.
 
-    A round is repeated if all its errors are transient. The argument of `work` is true in the last round, which is the
-    first one that starts `timeout` seconds after this call.
+    A round is repeated if all its errors are transient. `work` receives whether this is the last round: the first round
+    that starts at least `timeout` seconds after this call.
     """
     deadline = clock() + timeout
 
@@ -174,7 +175,7 @@ def retry_on(
     deadline: float | None = None,
     clock: Clock = time.monotonic,
 ) -> T:
-    """Repeats an operation at once after these errors, at most `tries` times in all, until `deadline` of `clock`."""
+    """Repeats an operation immediately after these errors, until `tries` tries or until `clock` reaches `deadline`."""
 
     def stop(state: RetryCallState) -> bool:
         return (tries is not None and state.attempt_number >= tries) or (deadline is not None and clock() >= deadline)
@@ -203,7 +204,7 @@ def retry_when(
 
 
 def retry_if_none(operation: Callable[[], T | None], tries: int | None = None) -> T | None:
-    """Repeats an operation at once while it returns None, at most `tries` times in all. Returns its last result."""
+    """Repeats an operation immediately while it returns None, up to `tries` tries. Returns its last result."""
     return Retrying(
         retry=retry_if_result(lambda result: result is None),
         stop=stop_never if tries is None else stop_after_attempt(tries),
@@ -213,7 +214,7 @@ def retry_if_none(operation: Callable[[], T | None], tries: int | None = None) -
 
 
 def campaign_backoff(campaign: Callable[[], bool], is_closing: Callable[[], bool], sleep: Sleep) -> None:
-    """Repeats a campaign with growing pauses until the store has responded in one, or until the candidate closes."""
+    """Repeats a campaign with growing pauses until the store responds during one, or until the candidate closes."""
     first, longest = _CAMPAIGN_PAUSES
     Retrying(
         retry=retry_if_result(lambda responded: not responded),
@@ -229,7 +230,7 @@ def _pause(_state: RetryCallState) -> float:
 
 
 def _no_pause(_seconds: float) -> None:
-    """The operation itself waits for the store, so the next try follows at once."""
+    """Does not sleep: the operation itself waits for the store, so the next try follows immediately."""
 
 
 def _error(state: RetryCallState) -> BaseException | None:

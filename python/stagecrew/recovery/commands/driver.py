@@ -29,7 +29,11 @@ _log = logging.getLogger("stagecrew")
     help="The folder for the output of jobs, and for their files while they run.",
 )  # fmt: skip
 @click.option(
-    "--at-once", type=click.IntRange(min=1), default=16, show_default=True, help="How many jobs run at the same time."
+    "--at-once",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="The maximum number of jobs that run at the same time.",
 )
 @click.option(
     "--keep", callback=parse_age, metavar="AGE",
@@ -38,8 +42,8 @@ _log = logging.getLogger("stagecrew")
 def driver(store: str, state: str, work: Path, at_once: int, keep: float | None) -> None:
     """Campaign for leadership, and run all stored jobs while leading.
 
-    Start one driver on each host: one leads, and the others stand by. SIGTERM and Ctrl-C hand over: the jobs of this
-    driver continue on another host.
+    Start one driver on each host: one leads, and the others stand by. On SIGTERM or Ctrl-C, this driver hands over: its
+    jobs continue on another host.
     """
     from stagecrew.recovery.driver.launcher import Launcher
     from stagecrew.recovery.driver.service import Driver
@@ -60,7 +64,7 @@ def driver(store: str, state: str, work: Path, at_once: int, keep: float | None)
         with contextlib.closing(open_store(store)) as session:
             session.read(TERM)  # the first read connects to a remote store
     except (StoreUnavailable, SessionLost) as error:
-        _log.warning("the store is not available yet, and the driver tries again: %s", error)
+        _log.warning("the store is not available yet; the driver keeps trying: %s", error)
     launcher = Launcher(store, state, work.resolve())
     running = Driver(lambda: open_store(store), StateStorage(state), launcher, at_once, keep)
     _log.info("this driver campaigns for leadership as process %d", os.getpid())

@@ -30,15 +30,15 @@ _POLL_PERIOD: Final = 0.2
 @place_options
 @click.option(
     "--prune", callback=parse_age, metavar="AGE",
-    help="Do not list jobs. Remove the ones that ended longer ago than this, such as 30d or 12h, with their results.",
+    help="Instead of listing jobs, remove those that ended longer ago than AGE, such as 30d, with their results.",
 )  # fmt: skip
 @json_option
 @click.pass_context
 def list_jobs(context: click.Context, store: str, state: str, prune: float | None, as_json: bool) -> None:
     """List all jobs, including unreadable ones, or remove old jobs.
 
-    `--prune` only removes jobs that have ended and are cleaned up. It is safe while drivers run. The id of a removed
-    job is free: submitting it again runs a new job. The exit code is 1 if an old job could not be removed.
+    `--prune` only removes jobs that have ended and are cleaned up. It is safe while drivers are running. The id of a
+    removed job can be used again, for a new job. The exit code is 1 if an old job could not be removed.
     """
     if prune is not None:
         with open_places(store, state) as jobs:
@@ -46,7 +46,7 @@ def list_jobs(context: click.Context, store: str, state: str, prune: float | Non
         context.exit(1 if failed else 0)
     with open_places(store, state) as jobs:
         records, unreadable = jobs.all()
-        # A clean job has no process.
+        # A job that is cleaned up has no process.
         found = [
             _summary(job, record, None if record.clean else jobs.process(job)) for job, (record, _) in records.items()
         ]
@@ -65,7 +65,7 @@ def list_jobs(context: click.Context, store: str, state: str, prune: float | Non
 
 
 def _prune(jobs: Jobs, older_than: float, as_json: bool) -> bool:
-    """Removes old jobs and prints the outcome. Returns whether a job could not be removed."""
+    """Removes old jobs and prints the outcome. Returns whether any of them could not be removed."""
     with Console(stderr=True).status("Removing old jobs ..."):
         pruned = list(jobs.prune(older_than))
     removed, failed = sum(one.removed for one in pruned), {one.job: one.reason for one in pruned if one.reason}
@@ -97,7 +97,7 @@ def cancel(store: str, state: str, as_json: bool, id_: str) -> None:
 @click.command()
 @place_options
 @click.option("--wait", is_flag=True, help="Wait until the job has ended.")
-@click.option("--timeout", type=float, metavar="SECONDS", help="Wait, but at most this long.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Wait until the job has ended, but at most this long.")
 @json_option
 @click.argument("id_", metavar="ID")
 @click.pass_context
@@ -134,7 +134,7 @@ def result(
 
 
 def _summary(job: str, record: JobRecord, process: Any) -> dict[str, Any]:
-    """Returns the fields of a job that the command shows."""
+    """Returns the fields that `stagecrew jobs` shows for a job."""
     return {
         "id": job,
         "state": str(record.state),

@@ -45,9 +45,10 @@ def leader(context: click.Context, store: str, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def sweep(context: click.Context, store: str, state: str, grace: float, as_json: bool) -> None:
-    """Delete states that nothing refers to. Processes that died while they wrote have left them.
+    """Delete states that nothing refers to. They were left by processes that died during a write.
 
-    It is safe while drivers and submitters run. The exit code is 1 if something could not be checked or deleted.
+    This is safe while drivers and submitters are running. The exit code is 1 if something could not be checked or
+    deleted.
     """
     with open_places(store, state) as jobs:
         found = jobs.sweep(grace)

@@ -22,15 +22,15 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def say(text: str) -> None:
-    """Prints one line for people.
+    """Prints one line of text.
 
-    The text may come from others, so it can neither format the output nor control the terminal.
+    The text can contain untrusted input, so its markup is not rendered, and its control characters are escaped.
     """
     console.print(harmless(text), markup=False)
 
 
 class _Address(click.types.StringParamType):
-    """An address. If it is missing, the error shows an example."""
+    """A required address. If it is missing, the error message shows an example."""
 
     def __init__(self, example: str) -> None:
         self._example = example
@@ -54,7 +54,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 
 
 def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options that name the store and the state storage."""
+    """Adds the options `--store` and `--state`."""
     return store_option(_state_option(command))
 
 
@@ -66,7 +66,7 @@ def open_places(store: str, state: str) -> contextlib.AbstractContextManager[Job
 
 
 def parse_pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
-    """Parses the values of a repeatable option key=value."""
+    """Parses the values of an option that can be repeated, each written as key=value."""
     found: dict[str, str] = {}
     for text in texts:
         key, separator, value = text.partition("=")

@@ -15,7 +15,7 @@ __all__ = ["submit"]
 
 
 class _SubmitCommand(click.Command):
-    """Accepts options after a function. Everything after a script is the script's own command line."""
+    """Accepts options after the name of a function. Everything after a script is the script's own command line."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See `click.Command`."""
@@ -29,7 +29,7 @@ class _SubmitCommand(click.Command):
 @place_options
 @click.option(
     "--id", "id_",
-    help="The id of the job. The same id with the same content is the same job. Default: a new id.",
+    help="The id of the job. Submitting the same content again with the same id has no effect. Default: a new id.",
 )  # fmt: skip
 @click.option(
     "--conf", multiple=True, callback=parse_pairs, metavar="KEY=VALUE", help="A Spark property, as for spark-submit."
@@ -43,7 +43,7 @@ class _SubmitCommand(click.Command):
 )
 @click.option(
     "--max-attempts", type=click.IntRange(min=1), default=10, show_default=True,
-    help="How many runs may be started before the job has failed.",
+    help="The maximum number of runs. If all of them are lost, the job fails.",
 )  # fmt: skip
 @json_option
 @click.argument("target", metavar="(MODULE:FUNCTION | SCRIPT.py)")
@@ -76,7 +76,7 @@ def submit(
     elif argument:
         raise ConfigurationError(f"{' '.join(argument)!r} cannot be passed to a function: use --arg name=text")
     else:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: finds a module in the current folder
+        sys.path.insert(0, str(Path.cwd()))  # like `python -m`, so that modules in the current folder are found
         spec = JobSpec.of_function(target, args, conf, files, max_attempts)
     with open_places(store, state) as jobs:
         job = jobs.submit(spec, id_)

@@ -1,1 +1,1 @@
-"""The driver: campaigns for leadership, and while it leads, runs every open job in a separate process."""
+"""The `stagecrew driver` process: campaigns for leadership, and as leader runs each open job in a separate process."""

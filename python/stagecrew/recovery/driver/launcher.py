@@ -35,21 +35,21 @@ _PROGRAM: Final = str(Path(__file__).parents[1] / "run" / "main.py")
 class Launcher:
     """Starts the processes of runs through spark-submit. Each run has a folder with the files of its job.
 
-    The processes get the addresses of the store and the storage in their environment, and the Spark configuration of a
-    job in a file that only this user can read. So no secret is on a command line.
+    So that no secret appears on a command line, a process gets the addresses of the store and the storage in its
+    environment, and the job's Spark configuration in a file that only this user can read.
     """
 
     def __init__(self, store: str, state: str, work: Path) -> None:
         self._environment = {"STAGECREW_STORE": store, "STAGECREW_STATE": state}
         self._work = work
-        # Drivers of another store may use the same folder, and have a job with the same id.
+        # Drivers of another store can use the same folder and have a job with the same id.
         self._prefix = f"run-{hashlib.sha256(store.encode()).hexdigest()[:8]}-"
         self._spark_submit = found_spark_submit()
 
     def prepare(self, spec: JobSpec, job: str) -> Path:
-        """Writes the files of a job into a new folder for `start`. Raises `JobError`.
+        """Writes the files of a job into a new folder for `start`. Raises `JobError` if they cannot be written.
 
-        No other run of the job may be alive, because this deletes the folders that killed runs have left.
+        This deletes the folders that earlier runs have left, so it must not be called while another run is alive.
         """
         try:
             logs = self._work / quoted(job)
@@ -83,7 +83,7 @@ class Launcher:
         )
 
     def start(self, folder: Path, run: Run, term: int, finish: bool) -> RunProcess:
-        """Starts a run with these files, or with `finish` a process that only finishes the decided commits."""
+        """Starts a run with the files in `folder`; if `finish`, a process that only finishes the decided commits."""
         arguments = [
             f"--job={run.job}", f"--folder={folder}", f"--run={run.number}", f"--claim={run.claim}", f"--term={term}",
         ]  # fmt: skip
@@ -104,7 +104,7 @@ class Launcher:
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                 env=os.environ | self._environment | {"PYSPARK_PYTHON": python},
             )  # fmt: skip
-        _log.info("job %r: run %d starts as process %d; its output is in %s", run.job, run.number, popen.pid, log)
+        _log.info("job %r: run %d is starting as process %d; its output is in %s", run.job, run.number, popen.pid, log)
         return RunProcess(run, popen, folder, finish)
 
 

@@ -1,4 +1,4 @@
-"""The process of a run, with all processes that it has started."""
+"""The process of a run, and all processes that it has started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TERMINATE_TIMEOUT", "RunProcess"]
 
-#: How long a process may take to end after SIGTERM, in seconds.
+#: How long a process may take to exit after SIGTERM, in seconds.
 TERMINATE_TIMEOUT: Final = 10.0
 
 
@@ -34,7 +34,7 @@ class RunProcess:
         return self._popen.pid
 
     def exit_code(self) -> int | None:
-        """Returns the exit code, or None while the process lives."""
+        """Returns the exit code, or None while the process is running."""
         return self._popen.poll()
 
     def terminate(self) -> None:
@@ -48,6 +48,6 @@ class RunProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def wait(self, seconds: float) -> None:
-        """Waits for the end of the process, for at most these seconds."""
+        """Waits until the process exits, for at most this many seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(max(0.0, seconds))

@@ -11,27 +11,27 @@ __all__ = ["ProcessGroup"]
 
 
 class ProcessGroup:
-    """A process group, known by the process id and the start time of its leader.
+    """A process group, identified by the process id and the start time of its leader.
 
-    The operating system may give the process id of an ended leader to another process, but only after the whole group
-    has ended. Such a process is not in the group, and never gets its signals.
+    Once the whole group has exited, the operating system can give the leader's id to another process. That process is
+    never sent a signal.
     """
 
     def __init__(self, pid: int) -> None:
-        """Creates the group that the process with this id leads. Call this before `wait` is called for the process."""
+        """Identifies the group that the process with this id leads. Call this before anything waits for the process."""
         self._pid = pid
         self._leader = psutil.Process(pid)
 
     def signal(self, number: int) -> None:
-        """Sends a signal to all processes of the group, also after its leader has ended."""
+        """Sends a signal to all processes of the group, even after its leader has exited."""
         if self._is_reused():
             return
-        # macOS raises PermissionError for a group whose processes have ended but were not waited for.
+        # macOS raises PermissionError for a group whose processes have all exited but were not waited for.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._pid, number)
 
     def _is_reused(self) -> bool:
-        """Returns whether another process has the id now. Processes are compared with their start times."""
+        """Returns whether another process now has the id. psutil compares start times too."""
         try:
             return bool(psutil.Process(self._pid) != self._leader)
         except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The reconciler: what a leader does for its jobs, one pass at a time."""
+"""The reconciler: a leader's work on its jobs, one pass at a time."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _log = logging.getLogger("stagecrew")
 
 #: The first and the longest pause of a job after a lost run, in seconds. The pause doubles after each loss.
 _PAUSES: Final = (1.0, 60.0)
-#: How long a process may live after its job has ended, in seconds. A job that waits for a process logs this after the
-#: same time.
+#: How long a process may stay alive after its job has ended, in seconds. After the same time, it is logged that a job
+#: waits for the process of another leader.
 _LINGER: Final = 30.0
 #: The maximum number of ended jobs whose age one pass checks.
 _PRUNED_PER_PASS: Final = 5
-#: How long after a complete prune the next one starts, in seconds.
+#: How long after the end of a prune the next one starts, in seconds.
 _PRUNE_PERIOD: Final = 300.0
 
 
@@ -47,11 +47,17 @@ class RunLauncher(Protocol):
 
 
 class JobReconciler:
-    """Brings every open job one step closer to its end. One thread uses it.
+    """Brings every open job one step closer to its end. Only one thread may use it.
 
-    In each pass, the first rule that applies to a job decides: a job that has ended is cleaned up; a job whose process
-    lives is left alone, or ended if that was requested; an ending job is finished; a job that has lost all its runs is
-    ended; any other job is run.
+    In each pass, the first rule that applies to a job decides:
+
+    * A job that waits to be retried is left alone, unless its cancellation was requested.
+    * A job that has ended is cleaned up once its process has exited.
+    * For an ending job, the process of its run is killed, and another one finishes the decided commits.
+    * A job whose cancellation was requested starts ending.
+    * A job whose process is alive is left alone.
+    * A job that has lost all its runs starts ending.
+    * Any other job is run.
 
     A pass reads only the open jobs, so its cost does not grow with the number of ended jobs. With `keep`, it also
     removes a few of the jobs that ended more than that many seconds ago.
@@ -72,17 +78,17 @@ class JobReconciler:
         self._prune: Iterator[PruneResult] | None = None
         self._next_prune = -math.inf
         self.processes: dict[str, RunProcess] = {}
-        # The state below describes only open jobs. It is dropped when a job is no longer open, because another job may
-        # get its id.
-        #: Jobs with a lost run or an error: the last pause, and when the job is tried again.
+        # The state below is kept only for open jobs. It is dropped when a job is no longer open, because another job
+        # can get the same id.
+        #: For each job with a lost run or an error: its last pause, and when it is retried.
         self._retries: dict[str, tuple[float, float]] = {}
-        #: Jobs that were ended while their run was alive. The end of such a run is not a loss.
+        #: Jobs that were cancelled while their run was alive. The exit of such a run is not a loss.
         self._ended_by_us: set[str] = set()
-        #: The last error that was logged for a job.
+        #: The last error that was logged for each job.
         self._logged_errors: dict[str, str] = {}
-        #: When a job was first seen to have ended while its process still lives.
+        #: For each job that has ended while its process is still alive: when this was first seen.
         self._lingering_since: dict[str, float] = {}
-        #: Jobs that wait for a process of another leader: since when, and whether that was logged.
+        #: For each job that waits for a process of another leader: since when, and whether that was logged.
         self._waiting: dict[str, tuple[float, bool]] = {}
 
     def reconcile(self) -> None:
@@ -102,12 +108,12 @@ class JobReconciler:
                 if self._logged_errors.get(job) != text:
                     self._logged_errors[job] = text
                     _log.warning(
-                        "job %r cannot continue now and is tried again; other jobs are not affected: %s", job, text
+                        "job %r cannot continue now and will be retried; other jobs are not affected: %s", job, text
                     )
         self._continue_prune()
 
     def stop(self) -> None:
-        """Ends all processes, first with SIGTERM, then with SIGKILL. Their jobs continue under the next leader."""
+        """Terminates all processes, first with SIGTERM, then with SIGKILL. The next leader continues their jobs."""
         for process in self.processes.values():
             process.terminate()
         deadline = time.monotonic() + TERMINATE_TIMEOUT
@@ -115,20 +121,20 @@ class JobReconciler:
             try:
                 process.wait(deadline - time.monotonic())
                 process.kill()
-            except Exception:  # the other processes must be ended too
-                _log.exception("process %d of job %r could not be ended", process.pid, job)
+            except Exception:  # the other processes must be killed too
+                _log.exception("process %d of job %r could not be killed", process.pid, job)
         self.processes.clear()
 
     # -- One job
 
     def _reconcile_job(self, job: str) -> None:
-        process = self._live_process(job)
+        process = self._poll_process(job)
         paused = process is None and job in self._retries and self._clock() < self._retries[job][1]
         if paused and not self._jobs.is_cancel_requested(job):
             return
         record, version = self._jobs.read(job)
         if paused and record.state not in (JobState.SUBMITTED, JobState.RUNNING):
-            return  # the cancellation was handled already, and the rest waits like any other job
+            return  # the cancellation has been handled; the job now waits for its retry
         if record.clean:
             return  # a later leader has cleaned it up since the open jobs were listed
         if record.state.is_terminal:
@@ -142,7 +148,7 @@ class JobReconciler:
                 self._ended_by_us.add(job)
         elif process is None:
             claim = self._jobs.claim_version(job)
-            if self._has_no_process(job):
+            if self._check_process_gone(job):
                 self._run(job, record, version, claim)
 
     def _clean_up(self, job: str, record: JobRecord, process: RunProcess | None) -> None:
@@ -150,19 +156,22 @@ class JobReconciler:
             self._jobs.clean_up(job)
             _log.info("job %r has %s", job, record.state)
         elif self._clock() - self._lingering_since.setdefault(job, self._clock()) > _LINGER:
-            _log.warning("job %r has %s, but its process %d still runs: it is killed", job, record.state, process.pid)
+            _log.warning(
+                "job %r has %s, but its process %d is still running: killing it", job, record.state, process.pid
+            )
             process.kill()
 
     def _finish(self, job: str, record: JobRecord, process: RunProcess | None) -> None:
         if process is not None and not process.finishing:
             process.kill()  # its writes are fenced
-        elif process is None and self._has_room() and self._has_no_process(job):
+        elif process is None and self._has_room() and self._check_process_gone(job):
             folder = self._launcher.prepare(self._spec_or_placeholder(job), job)
             self._start(folder, lambda: self._jobs.start_finishing(job, record.run), finish=True)
 
     def _run(self, job: str, record: JobRecord, version: int, claim: int) -> None:
         if job in self._retries or record.run >= record.max_attempts:
-            # A run that cannot read what earlier ones stored would be lost, so it must not be counted.
+            # A run that cannot read the stored steps and commits would be lost through no fault of its own, so it must
+            # not be counted.
             self._jobs.require_readable(job)
         if record.run >= record.max_attempts:
             reason = f"all its {record.run} runs were lost before the job ended: see the output of the last run"
@@ -171,9 +180,9 @@ class JobReconciler:
             folder = self._launcher.prepare(self._jobs.spec(job), job)
             self._start(folder, lambda: self._jobs.start_run(job, (record, version), claim), finish=False)
 
-    def _start(self, folder: Path, count: Callable[[], Run], finish: bool) -> None:
+    def _start(self, folder: Path, record_run: Callable[[], Run], finish: bool) -> None:
         try:
-            run = count()
+            run = record_run()
             self.processes[run.job] = self._launcher.start(folder, run, self._term, finish)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -183,7 +192,10 @@ class JobReconciler:
         return len(self.processes) < self._at_once
 
     def _spec_or_placeholder(self, job: str) -> JobSpec:
-        """Returns the specification of an ending job. Its commits may be finished without its files."""
+        """Returns the specification of an ending job; a placeholder if it is unreadable.
+
+        The job's commits can often be finished without its files.
+        """
         try:
             return self._jobs.spec(job)
         except RecordUnreadable as error:
@@ -192,8 +204,8 @@ class JobReconciler:
 
     # -- Processes
 
-    def _has_no_process(self, job: str) -> bool:
-        """Returns whether no process runs the job. Logs once which process the job waits for."""
+    def _check_process_gone(self, job: str) -> bool:
+        """Returns whether no process runs the job. If the job waits for more than `_LINGER` seconds, logs this once."""
         process = self._jobs.process(job)
         if process is None:
             self._waiting.pop(job, None)
@@ -202,26 +214,26 @@ class JobReconciler:
         if not logged and self._clock() - since > _LINGER:
             logged = True
             _log.warning(
-                "job %r waits for process %s on %s, which ran it before and still lives: end it if it is stopped",
+                "job %r waits for process %s on %s, which ran it before and is still alive: kill it if it is suspended",
                 job, process.get("pid"), process.get("host"),
             )  # fmt: skip
         self._waiting[job] = (since, logged)
         return False
 
-    def _live_process(self, job: str) -> RunProcess | None:
-        """Returns this leader's process of the job while it lives, and handles its end."""
+    def _poll_process(self, job: str) -> RunProcess | None:
+        """Returns this leader's process for the job if it is alive. If it has just exited, handles its exit."""
         process = self.processes.get(job)
         if process is None or (code := process.exit_code()) is None:
             return process
         del self.processes[job]
-        process.kill()  # ends the rest of its group
+        process.kill()  # kills the rest of its group
         if code == 0 or job in self._ended_by_us:
             self._ended_by_us.discard(job)
             self._retries.pop(job, None)
         else:
             pause = self._schedule_retry(job)
             _log.warning(
-                "job %r: run %d exited with code %d before the job ended; it is tried again in %g s",
+                "job %r: run %d exited with code %d before the job ended; the job is retried in %g s",
                 job, process.run.number, code, pause,
             )  # fmt: skip
         return None
@@ -234,16 +246,16 @@ class JobReconciler:
 
     def _forget_all_but(self, names: Collection[str]) -> None:
         by_job = (self._retries, self._logged_errors, self._lingering_since, self._waiting)
-        known = {*self._ended_by_us}.union(*by_job)
-        for job in known.difference(names):
-            for facts in by_job:
-                facts.pop(job, None)
+        remembered = {*self._ended_by_us}.union(*by_job)
+        for job in remembered.difference(names):
+            for state in by_job:
+                state.pop(job, None)
             self._ended_by_us.discard(job)
 
     # -- Old jobs
 
     def _continue_prune(self) -> None:
-        """Prunes a few more jobs. An error ends only this prune; the next one starts some minutes later."""
+        """Examines a few more ended jobs. An error ends only the current prune; the next one starts minutes later."""
         if self._keep is None or self._clock() < self._next_prune:
             return
         try:
@@ -264,7 +276,7 @@ class JobReconciler:
             raise
         except Exception as error:
             _log.warning(
-                "old jobs could not be removed; the leader tries again in %g s: %s: %s",
+                "old jobs could not be removed; the leader will retry in %g s: %s: %s",
                 _PRUNE_PERIOD, type(error).__name__, error,
             )  # fmt: skip
         self._prune, self._next_prune = None, self._clock() + _PRUNE_PERIOD

@@ -29,7 +29,7 @@ _PASS_PERIOD: Final = 0.2
 class Driver:
     """Campaigns until it is closed, and reconciles all jobs while it leads.
 
-    An ended job is removed after `keep` seconds, or never if `keep` is None.
+    A job is removed `keep` seconds after its end, or never if `keep` is None.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Driver:
         self._candidate = Candidate(open_store, self._on_grant, self._on_revoke)
 
     def close(self) -> bool:
-        """Ends the processes of this driver, and then its leadership. The next leader continues their jobs. Repeatable.
+        """Resigns, and terminates the processes of this driver. The next leader continues their jobs. Idempotent.
 
         Returns whether everything has ended. See `Candidate.close`.
         """
@@ -62,7 +62,7 @@ class Driver:
 
 
 class _LeaderThread(threading.Thread):
-    """The work of one leadership."""
+    """Reconciles all jobs during one term."""
 
     def __init__(
         self, leadership: Leadership, storage: StateStorage, launcher: Launcher, at_once: int, keep: float | None
@@ -86,7 +86,7 @@ class _LeaderThread(threading.Thread):
                 except (LeadershipLost, SessionLost):
                     return
                 except StagecrewError as error:
-                    _log.warning("the store does not respond to this leader, which tries again: %s", error)
+                    _log.warning("this leader could not complete a pass over its jobs, and will retry: %s", error)
                 except Exception as error:
                     _log.exception("this leader cannot continue, and gives up its leadership")
                     self._leadership.end(f"it cannot continue: {type(error).__name__}: {error}")
@@ -97,6 +97,6 @@ class _LeaderThread(threading.Thread):
                 reconciler.stop()
 
     def stop(self) -> None:
-        """Ends the work and its processes, within a bounded time."""
+        """Stops the thread, which terminates its processes. Returns within a bounded time."""
         self._stopped.set()
         self.join(3 * TERMINATE_TIMEOUT)

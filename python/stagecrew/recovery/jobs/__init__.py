@@ -1,1 +1,1 @@
-"""Jobs: what they run, their records in the store, their results, and the job as its own code sees it."""
+"""Jobs: their specifications, records and results, and the object through which a job's own code uses them."""

@@ -40,8 +40,8 @@ _log = logging.getLogger("stagecrew")
 class StoredCommitLog:
     """A `CommitLog` in state handles. It stores the sink with each record, so that recovery needs only the record.
 
-    The sink is pickled. Its passwords are in the state storage, which only the user of the drivers can read. A write
-    retries for `retry_timeout` seconds while the storage or the store is unavailable or full.
+    The pickled sink can contain passwords. It is in the state storage, which only the drivers' user should be able to
+    read. A write retries for `retry_timeout` seconds while the storage or the store is unavailable or full.
     """
 
     def __init__(self, handles: StateHandleStore, sink: Committer, retry_timeout: float = 0.0) -> None:
@@ -72,9 +72,9 @@ class StoredCommitLog:
             else:
                 retry_until(lambda: self._handles.replace(key, version - 1, state), description, self._retry_timeout)
         except (HandleExists, HandleMissing, StoreConflict, LeadershipLost, SessionLost) as error:
-            # No try was applied: if one may have been, the error would be a PossiblyInconsistentError.
-            known = self.read(key) if isinstance(error, HandleExists | StoreConflict) else None
-            if known == (version + 1, record):
+            # No try was applied; otherwise the error would be a PossiblyInconsistentError.
+            current = self.read(key) if isinstance(error, HandleExists | StoreConflict) else None
+            if current == (version + 1, record):
                 return version + 1  # this driver's earlier write, whose outcome was unknown
             raise CommitSuperseded(
                 f"another driver has taken over commit {key!r}: that driver continues it, and this one changes "
@@ -106,8 +106,8 @@ def _decode(name: str, data: bytes) -> tuple[Record, str]:
 def finish_commits(handles: StateHandleStore, ending: bool, retry_timeout: float = 0.0) -> None:
     """Finishes every decided commit of a job from its record. If the job is ending, aborts the undecided ones.
 
-    Retries for `retry_timeout` seconds while sinks, the storage or the store are unavailable or full. Raises the first
-    error of a commit that could not be finished, such as `CommitPending`, after the other commits were finished.
+    Retries for `retry_timeout` seconds while sinks, the storage or the store are unavailable or full. If a commit could
+    not be finished, the others are finished first; then this raises the first error, such as `CommitPending`.
     """
     deadline = time.monotonic() + retry_timeout
     retry_rounds(lambda last: list(_finish_all(handles, ending, deadline, last)), retry_timeout)

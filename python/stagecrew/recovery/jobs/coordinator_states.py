@@ -1,4 +1,4 @@
-"""The states of coordinators at a step. They are taken when the step ends, and restored when a later run skips it."""
+"""The states of coordinators at the end of a step: stored with its result, and restored when a later run skips it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _CHECKPOINT_TIMEOUT: Final = 30.0
 class CoordinatorStates:
     """The states of the coordinators in the topologies around a step.
 
-    A state belongs to one position in the program. So this refuses steps that run at the same time in the same
-    topology, if that topology has coordinators.
+    A state belongs to one position in the program. So if a topology has coordinators, no two of its steps may run at
+    the same time, unless one is inside the other.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class CoordinatorStates:
         self._running: dict[str, list[Operators]] = {}
 
     def start(self, place: Place) -> None:
-        """Records that a step runs."""
+        """Records that a step is running."""
         with self._lock:
             self._running[path_key(place)] = _open_operators()
 
@@ -42,7 +42,7 @@ class CoordinatorStates:
             del self._running[path_key(place)]
 
     def checkpoint(self, place: Place) -> dict[str, bytes]:
-        """Returns the states of the coordinators in all topologies around this thread, by the name of the topology."""
+        """Returns the states of the coordinators in all topologies around this thread, by topology name."""
         key = path_key(place)
         found: dict[str, bytes] = {}
         for operators in _open_operators():
@@ -59,7 +59,7 @@ class CoordinatorStates:
         return found
 
     def restore(self, key: str, place: Place, checkpoints: dict[str, bytes]) -> None:
-        """Restores the states that the coordinators of the topologies around a step had at its end."""
+        """Restores the states that the coordinators around a step had at the end of the step."""
         open_ = {operators.name: operators for operators in _open_operators()}
         for name, data in checkpoints.items():
             if name not in open_:
@@ -71,7 +71,7 @@ class CoordinatorStates:
             open_[name].reset(Checkpoint.from_bytes(data))
 
     def _require_alone(self, place: Place, operators: Operators) -> None:
-        """Raises `JobError` if another step, or a use in another thread, runs in this topology at the same time."""
+        """Raises `JobError` if another step or another thread is using this topology at the same time."""
         key = path_key(place)
         with self._lock:
             others = [
@@ -99,15 +99,16 @@ def path_key(place: Place) -> str:
 
 
 def current_path() -> Place | None:
-    """Returns this thread's place in the program. None outside of steps and topologies if no session runs yet."""
+    """Returns this thread's place in the program; None outside of steps and topologies if no session is running yet."""
     topologies = _topologies()
     return current_place() if topologies is None else topologies.place
 
 
 def possible_query_paths() -> list[Place | None]:
-    """Returns the places where the batches of a query that was started here may run.
+    """Returns the places where the batches of a query that was started here can run.
 
-    Its function was wrapped with `topology.wrap`, or runs in the topology without a step, or runs in no place.
+    They run in this thread's place if the query's function was wrapped with `topology.wrap`. Otherwise, they run in the
+    innermost topology, outside of any step, or outside of any topology.
     """
     topologies = _topologies()
     topology = None if topologies is None else topologies.innermost
@@ -115,7 +116,7 @@ def possible_query_paths() -> list[Place | None]:
 
 
 def forget_uses(place: Place) -> None:
-    """Ends the operators' uses in a step or batch that starts again or will never run again."""
+    """Ends the uses of operators in a step or batch, because it starts again or will never run again."""
     for operators in _open_operators():
         operators.forget(place)
 

@@ -18,17 +18,20 @@ __all__ = ["FencedJobs", "claim_fence"]
 
 
 def claim_fence(job: str, claim: int) -> Check:
-    """Returns the check that fences the transactions of a run's process."""
+    """Returns the check that fences the transactions of the process that holds this version of a job's claim."""
     return Check(f"{job_key(job)}/claim", claim)
 
 
 class FencedJobs(Jobs):
-    """The jobs of a `FencedStore`, with the writes that only the leader or the process of a run may do."""
+    """The jobs of a `FencedStore`, with the writes that only the leader or the process of a run is allowed to do.
+
+    `current` is a job's record and the version of the record, as they were read.
+    """
 
     # -- The leader
 
     def open_names(self) -> list[str]:
-        """Returns the ids of the jobs that are not cleaned up. Needs one read, even if many jobs have ended."""
+        """Returns the ids of the jobs that are not cleaned up. This takes one read, even if many jobs have ended."""
         return [decode_segment(part) for part in self._store.children("open")]
 
     def claim_version(self, job: str) -> int:
@@ -61,12 +64,12 @@ class FencedJobs(Jobs):
                         f"deleted. The job continues when its {kind} are readable again"
                     ) from error
 
-    def start_run(self, job: str, known: tuple[JobRecord, int], claim: int) -> Run:
+    def start_run(self, job: str, current: tuple[JobRecord, int], claim: int) -> Run:
         """Starts another run, and fences all earlier ones.
 
         Raises `StoreConflict` if the claim has changed since it had version `claim`.
         """
-        record, version = known
+        record, version = current
         started = record.started()
         _, new_claim = self._store.transact(
             Replace(job_key(job), started.to_bytes(), version),
@@ -75,9 +78,9 @@ class FencedJobs(Jobs):
         assert new_claim is not None
         return Run(job, started.run, new_claim)
 
-    def start_ending(self, job: str, known: tuple[JobRecord, int], outcome: JobState, reason: str) -> None:
-        """Records that a job is ending, and fences its runs. Only the run of `start_finishing` can still write."""
-        record, version = known
+    def start_ending(self, job: str, current: tuple[JobRecord, int], outcome: JobState, reason: str) -> None:
+        """Records that a job is ending, and fences its runs. Only a run that `start_finishing` returns can write."""
+        record, version = current
         claim = self.claim_version(job)
         self._store.transact(
             Replace(job_key(job), record.ending(outcome, reason).to_bytes(), version),
@@ -89,9 +92,9 @@ class FencedJobs(Jobs):
         return Run(job, number, self.renew_claim(job, self.claim_version(job)))
 
     def clean_up(self, job: str) -> None:
-        """Deletes everything of a terminal job except its record and its result.
+        """Deletes the specification, steps and commits of a terminal job, and marks its record as clean.
 
-        If this raises an error, the leader can call it again.
+        After an error, the leader can call it again.
         """
         record, version = self.read(job)
         if record.clean:
@@ -102,15 +105,15 @@ class FencedJobs(Jobs):
         self._specs.remove(job)
         ended = ended_key(job, record.ended or 0.0)
         self._store.ensure(ended.rpartition("/")[0])
-        # This raises `StoreConflict` if a prune has just deleted the empty parent entry. Then the leader tries again.
+        # This raises `StoreConflict` if a prune has just deleted the empty parent entry. The next pass tries again.
         self._store.transact(Replace(job_key(job), cleaned.to_bytes(), version), Delete(open_key(job)), Create(ended))
 
     # -- The process of a run
 
     def claim_run(self, run: Run, owner: Mapping[str, Any]) -> int:
-        """Claims a run for this process.
+        """Claims a run for this process, which `owner` describes.
 
-        Returns the version of the claim, which fences all later writes of the process.
+        Returns the version of the claim, with which the process must fence all its later writes.
 
         Raises `StoreConflict` if another process has claimed the run, or another run was started.
         """
@@ -123,7 +126,7 @@ class FencedJobs(Jobs):
         return version
 
     def renew_claim(self, job: str, claim: int, retry_timeout: float = 0.0) -> int:
-        """Renews the claim of a run, which fences all users of the previous claim. Returns the new version.
+        """Renews the claim of a run, so that writes under the previous claim are refused. Returns the new version.
 
         Retries for `retry_timeout` seconds while the store is unavailable or full.
         """
@@ -135,21 +138,21 @@ class FencedJobs(Jobs):
                 assert version is not None
                 return version
             except (StoreConflict, LeadershipLost):
-                known = self._store.read(key)
-                if known is None or known.value != value:
+                entry = self._store.read(key)
+                if entry is None or entry.value != value:
                     raise
-                return known.version  # an earlier try was applied, and its response was lost
+                return entry.version  # an earlier try was applied, and its response was lost
 
         return retry_until(write, f"job {job!r} is done and waits to renew its claim", retry_timeout)
 
     def finish(
-        self, job: str, known: tuple[JobRecord, int], state: JobState, result: Result, retry_timeout: float = 0.0
+        self, job: str, current: tuple[JobRecord, int], state: JobState, result: Result, retry_timeout: float = 0.0
     ) -> None:
         """Stores the result and the terminal state of a job in one transaction.
 
         Retries for `retry_timeout` seconds while the storage or the store is unavailable or full.
         """
-        record, version = known
+        record, version = current
         finished = record.finished(state, result.reason, self._clock())
         prepared = self._results.prepare(result.to_bytes())
         also = (Replace(job_key(job), finished.to_bytes(), version),)

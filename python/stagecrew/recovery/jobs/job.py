@@ -1,4 +1,4 @@
-"""The job as its own code sees it: the job, its current run, and the steps that earlier runs have finished."""
+"""The `Job` object, through which a job's code runs steps and batches. A finished step does not run again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def current_job() -> Job:
         The job.
 
     Raises:
-        JobError: This process does not run a job.
+        JobError: This process is not running a job.
 
     Examples:
         >>> from stagecrew.recovery import current_job
@@ -99,7 +99,7 @@ class Job:
         self._ended = False
         self._lock = threading.Lock()
         self._used: set[tuple[str, str]] = set()
-        #: For each stream, the batch whose final states its coordinators have; None while a batch runs.
+        #: For each stream, the batch after which its coordinators have their current states; None while a batch runs.
         self._positions: dict[str, int | None] = {}
         #: For each stream whose first batch started in this run, the states of its coordinators before that batch.
         self._initial_states: dict[str, dict[str, bytes]] = {}
@@ -110,15 +110,15 @@ class Job:
     # -- Steps
 
     def step(self, name: str, f: Callable[[], T]) -> T:
-        """Runs a step once: a later run returns its stored result and does not call `f`.
+        """Calls `f` and stores its result. A later run returns the stored result and does not call `f`.
 
         The result is durable when this returns. It is stored in one write with the states of all coordinators in the
         topologies that this thread is in. A later run that skips the step restores these states. The name of a step
-        inside another step includes the outer one's name. Steps may run at the same time in several threads, each in
-        its own topology.
+        inside another step includes the outer step's name. Steps can run at the same time in several threads, if each
+        is in its own topology.
 
-        Not promised: `f` may run more than once. If a run dies in `f`, its side effects stay, and the next run calls
-        `f` again. So data that is written without `topology.commit` may be written twice.
+        Not promised: `f` can run more than once. If a run dies in `f`, the side effects of `f` stay, and the next run
+        calls `f` again. So data that is written without `topology.commit` can be written twice.
 
         Args:
             name: The name of the step, unique in the enclosing step or batch, or else in the job. It must not contain a
@@ -145,26 +145,26 @@ class Job:
         return self._run(place, f)
 
     def batch(self, name: str, batch_id: int, f: Callable[[], T]) -> T:
-        """Runs a batch of a streaming query once. Call it in the function of `foreachBatch`.
+        """Runs a batch of a streaming query as a step. Call it in the function that you pass to `foreachBatch`.
 
-        If Spark repeats a batch that it had not committed, this returns the stored result of a finished batch. If the
-        batch was not finished, the coordinators get the states that they had after the previous batch, or when the
-        query started. So their states always match the batch in Spark's commit log. The last two batches are kept. When
-        an older batch is removed, its uses of operators end.
+        Spark repeats a batch that it has not committed. If that batch was finished, this returns its stored result.
+        Otherwise, the coordinators first get the states that they had after the previous batch, or when the query
+        started. So their states always match the batch in Spark's commit log. The results of the last two batches are
+        kept. When an older batch is removed, its uses of operators end.
 
         Args:
             name: The name of the query, unique in the enclosing step or batch, or else in the job. It must not contain
                 a slash.
-            batch_id: The id of the batch that Spark passes, from 0.
+            batch_id: The id that Spark passes to the function.
             f: The work of the batch. Its result must be picklable.
 
         Returns:
             The result of `f`, from this run or from an earlier one.
 
         Raises:
-            JobError: Neither this batch nor the previous one is stored, but an older one is, because the checkpoint
-                location of the query has changed. Also for the reasons of `step`.
-            ConfigurationError: The name is empty or has a slash, or the id is not an integer from 0.
+            JobError: Neither this batch nor the previous one is stored, but another one is, because the checkpoint
+                location of the query has changed. Also raised for the same reasons as by `step`.
+            ConfigurationError: The name is empty or has a slash, or the id is not a non-negative integer.
             StateStorageError: The result could not be stored for ten minutes.
             StoreError: The store was unavailable for ten minutes.
         """
@@ -178,16 +178,16 @@ class Job:
         key = path_key(place)
         with self._lock:  # a restarted query repeats its last batch
             self._used = {used for used in self._used if not used[1].startswith(f"{key}/")}
-        if (known := self._restore(key, place)) is not None:
+        if (stored := self._restore(key, place)) is not None:
             self._positions[parent] = batch_id
-            value: T = known[0]
+            value: T = stored[0]
             return value
-        stored = self._stored_batches(parent)
-        self._restore_position(parent, batch_id, place, stored)
+        stored_ids = self._stored_batches(parent)
+        self._restore_position(parent, batch_id, place, stored_ids)
         self._positions[parent] = None
         result = self._run(place, f)
         self._positions[parent] = batch_id
-        for old in stored - {batch_id - 1}:
+        for old in stored_ids - {batch_id - 1}:
             self._remove_batch(f"{parent}/batch-{old}")
             forget_uses(Place(stream, "batch", str(old)))
         return result
@@ -197,8 +197,8 @@ class Job:
 
         Call it after the query has ended, if its `foreachBatch` function uses `batch`.
 
-        In the run that executed the last batch, the coordinators have these states already. If a later run finds that
-        the query has nothing left to do, Spark calls no batch, so only this method restores them.
+        In the run that executed the last batch, the coordinators already have these states. If in a later run the query
+        has nothing left to do, Spark calls no batch, so only this method restores them.
 
         Args:
             name: The name that was passed to `batch`.
@@ -229,8 +229,7 @@ class Job:
             The id.
 
         Raises:
-            JobError: The name was used in the same step.
-            JobError: The job has ended.
+            JobError: The name was already used in this step, or the job has ended.
             ConfigurationError: The id would be longer than 200 characters.
         """
         if self._ended:
@@ -261,11 +260,11 @@ class Job:
         return StoredCommitLog(self._commits, sink, self._retry_timeout)
 
     def show(self) -> None:
-        """Shows the job's progress in the Spark UI if a session runs in this process."""
+        """Shows the job's progress in the Spark UI if a session is running in this process."""
         self._progress.send()
 
     def end(self) -> None:
-        """Ends the job's code: later commits are refused. The process of the run calls this."""
+        """Records that the job's code has ended: later commits are refused. The process of the run calls this."""
         self._ended = True
 
     # -- Stored steps
@@ -280,7 +279,7 @@ class Job:
             self._used.add((kind, key))
 
     def _run(self, place: Place, f: Callable[[], T]) -> T:
-        """Runs a step or a batch and stores its result. Until then, other steps see it as running."""
+        """Runs a step or a batch and stores its result. Other steps see it as running until the result is stored."""
         key = path_key(place)
         forget_uses(place)
         self._states.start(place)
@@ -328,14 +327,14 @@ class Job:
 
     # -- Stored batches
 
-    def _restore_position(self, parent: str, batch_id: int, place: Place, stored: set[int]) -> None:
+    def _restore_position(self, parent: str, batch_id: int, place: Place, stored_ids: set[int]) -> None:
         """Gives the coordinators the states that they had before this batch."""
-        if batch_id - 1 in stored:
+        if batch_id - 1 in stored_ids:
             if self._positions.get(parent) != batch_id - 1:
                 self._restore(f"{parent}/batch-{batch_id - 1}", place)
-        elif stored:
+        elif stored_ids:
             raise JobError(
-                f"batch {batch_id} of {parent!r} does not follow the last stored batch, {max(stored)}: restore the "
+                f"batch {batch_id} of {parent!r} does not follow the last stored batch, {max(stored_ids)}: restore the "
                 "query's previous checkpoint location, or submit it as another job"
             )
         elif parent in self._initial_states:
@@ -349,7 +348,7 @@ class Job:
         return {int(part) for part in parts if part.isdigit()}
 
     def _remove_batch(self, batch: str) -> None:
-        """Removes an old batch with its steps and its finished commits, because Spark will not repeat it."""
+        """Removes an old batch, with its steps and finished commits. Spark will not repeat the batch."""
         for name in self._read(self._steps.names):
             if name == batch or name.startswith(f"{batch}/"):
                 self._remove(self._steps, name)

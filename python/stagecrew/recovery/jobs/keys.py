@@ -1,8 +1,9 @@
 """The keys of jobs in the store.
 
-For each job: `jobs/<id>` is the record, which stays until the job is pruned. Below it are `claim` (its version fences
-the runs of the job), `process` (ephemeral: a process runs the job), `cancel` (a cancellation was requested), `steps`
-and `commits`. The handles `specs/<id>` and `results/<id>` refer to the job's specification and its result.
+For each job, `jobs/<id>` is the record, which stays until the job is pruned. Below it are `claim` (its version fences
+the job's runs), `process` (ephemeral; exists while a process runs the job), `cancel` (exists if a cancellation was
+requested), `steps` and `commits`. The handles `specs/<id>` and `results/<id>` refer to the job's specification and its
+result.
 
 Two indexes keep processes from reading all jobs that ever ran:
 
@@ -25,7 +26,7 @@ from stagecrew.recovery.stores.contract import encode_segment
 
 __all__ = ["ROOTS", "ended_key", "hour_of", "job_key", "open_key", "unique_value"]
 
-#: The entries above all others.
+#: The top-level entries of jobs.
 ROOTS: Final = ("jobs", "specs", "results", "open", "ended")
 
 
@@ -40,12 +41,12 @@ def open_key(job: str) -> str:
 
 
 def ended_key(job: str, ended: float) -> str:
-    """Returns a new key of a job in the index of ended jobs."""
+    """Returns a new key for a job in the index of ended jobs. Each call returns another key."""
     return f"ended/{hour_of(ended)}/{uuid.uuid4().hex[:12]}-{encode_segment(job)}"
 
 
 def hour_of(seconds: float) -> str:
-    """Returns the hour in UTC as a part of a key. Later hours sort after earlier ones.
+    """Returns the hour in UTC, as one segment of a key. Later hours sort after earlier hours.
 
     >>> hour_of(1_800_000_000.0)
     '2027-01-15T08'

@@ -1,4 +1,4 @@
-"""The module of a job's function: its file, and whether the function takes the arguments of the job."""
+"""Finds the source file of a job's function, and checks whether the function accepts the job's arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_in_files(module: str, files: Mapping[str, bytes]) -> bool:
 
 
 def module_file(module: str, function: str) -> dict[str, bytes]:
-    """Returns the file of a module that is not installed, to store it with the job; empty for an installed module.
+    """Returns the file name and source of a module, to store with the job; empty if the module is installed.
 
     Raises `ConfigurationError` if the module does not exist, belongs to a package that is not installed, or lacks the
     function.
@@ -86,11 +86,11 @@ def read_source(module: str, files: Mapping[str, bytes]) -> bytes | None:
 
 
 def check_arguments(target: str, source: bytes | None, function: str, given: Mapping[str, Any]) -> None:
-    """Raises `ConfigurationError` if the source shows that the function does not accept these arguments."""
+    """Raises `ConfigurationError` if the source shows that the function does not accept the `given` arguments."""
     try:
         tree = ast.parse(source or b"")
     except (SyntaxError, ValueError):
-        return  # the source is for another Python version; the run reports the error
+        return  # the source is written for another Python version; the run reports any error
     bound = [node for node in ast.walk(tree) if function in _bound_names(node)]
     found = bound[0] if len(bound) == 1 else None
     if not isinstance(found, ast.FunctionDef) or found not in tree.body or found.decorator_list:
@@ -120,7 +120,7 @@ def check_arguments(target: str, source: bytes | None, function: str, given: Map
 
 
 def _bound_names(node: ast.AST) -> Iterable[str]:
-    """Returns the names that a node of a source may bind."""
+    """Returns the names that a syntax node can bind."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return (node.name,)
     if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):

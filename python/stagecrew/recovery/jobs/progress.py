@@ -1,4 +1,4 @@
-"""The progress of a job for the UI: its leader, its run, and the states of its steps."""
+"""The progress of a job, as shown in the Spark UI: its leader, its run, and the states of its steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 __all__ = ["JobProgress"]
 
-#: How many steps are kept: the running ones, and those that ended last.
+#: How many steps are kept. Beyond that, the step that ended first is dropped. A running step is never dropped.
 _MAX_STEPS: Final = 200
 
 
@@ -45,7 +45,7 @@ class JobProgress:
         self.send()
 
     def send(self) -> None:
-        """Sends the progress to the driver's JVM if a session runs in this process."""
+        """Sends the progress to the driver's JVM if a session is running in this process."""
         from stagecrew.session.builder import running_crew
 
         if (crew := running_crew()) is not None:

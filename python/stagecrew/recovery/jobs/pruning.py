@@ -42,7 +42,8 @@ class PruneResult:
     Attributes:
         job: The id of the job.
         removed: Whether this prune removed it.
-        reason: Why an old job was not removed; empty otherwise.
+        reason: Why an old job could not be removed. Empty if it was removed, is not clean, has not ended long enough
+            ago, or was changed by another process.
     """
 
     job: str
@@ -57,7 +58,7 @@ def prune(
     read: Callable[[str], tuple[JobRecord, int]],
     limit: float,
 ) -> Iterator[PruneResult]:
-    """Removes the clean jobs that ended before `limit`, one at each step. See `Jobs.prune`."""
+    """Removes the clean jobs that ended before `limit`, examining one per iteration. See `Jobs.prune`."""
     last_hour = hour_of(limit)
     for hour in store.children("ended"):
         if hour > last_hour:
@@ -67,12 +68,12 @@ def prune(
             try:
                 result = PruneResult(job, _prune_job(store, storage, results, read, job, f"ended/{hour}/{name}", limit))
             except (JobUnknown, StoreConflict):
-                result = PruneResult(job, False)  # another process has removed it, or writes to it now
+                result = PruneResult(job, False)  # another process has removed it, or is writing to it
             except (JobError, RecordUnreadable, HandleError, StoreUnsupported) as error:
                 result = PruneResult(job, False, str(error))
             yield result
         if hour < last_hour:
-            with contextlib.suppress(StoreConflict):  # a job is left in this hour, or another prune has deleted it
+            with contextlib.suppress(StoreConflict):  # the hour still has a job, or another prune has deleted the hour
                 store.transact(Delete(f"ended/{hour}"))
 
 
@@ -95,7 +96,7 @@ def _prune_job(
             f"job {job!r} has ended, but still has {', '.join(sorted(others))} in the store, so it was not removed: "
             "end its process, then prune again"
         )
-    # Nothing finds these folders once the job is removed, so the states that dead writers left there are deleted first.
+    # Once the job is removed, no sweep finds these folders. So states that dead writers left there are deleted first.
     swept = sweep(store, storage, [f"{key}/steps", f"{key}/commits"], 0.0, lambda: math.inf)
     if swept.failed:
         raise JobError(
@@ -106,6 +107,6 @@ def _prune_job(
         if not results.remove(job, deletions):
             store.transact(*deletions)  # its result was removed by hand
     except StateStorageError as error:
-        # The transaction that marked the result has deleted the record.
+        # The transaction that marked the result for removal has also deleted the record.
         _log.warning("job %r is removed, but not its result; a sweep will delete it: %s", job, error)
     return True

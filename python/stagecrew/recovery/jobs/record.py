@@ -1,4 +1,4 @@
-"""The record of a job: its state, and the pure rules of how the state may change."""
+"""The record of a job: its state, and the rules for how the state changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stagecrew.errors import JobError, RecordUnreadable, StoreUnsupported
 __all__ = ["JobRecord", "JobState", "Run"]
 
 _FORMAT: Final = 1
-#: The longest reason that is stored, in characters.
+#: The maximum number of characters stored of a reason.
 _MAX_REASON: Final = 2000
 
 
@@ -27,9 +27,9 @@ class JobState(enum.StrEnum):
     | running | succeeded, failed | the run writes its result |
     | ending | failed, cancelled | the decided commits are finished |
 
-    The last three states are terminal, and the first terminal state that is written is final. A run that ends without
-    one is lost, not failed: the next run takes over the job, up to `max_attempts` runs. After that the job is ending.
-    An ending job finishes its decided commits before it reaches its outcome.
+    `succeeded`, `failed` and `cancelled` are terminal. The first terminal state that is written is final. A run that
+    ends without writing a terminal state is lost, not failed: the next run takes over the job, up to `max_attempts`
+    runs. After that, the job is ending. An ending job finishes its decided commits before it reaches its outcome.
 
     Examples:
         >>> from stagecrew.recovery import JobState
@@ -46,7 +46,7 @@ class JobState(enum.StrEnum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the job never runs again."""
+        """Whether the job has ended, and so never runs again."""
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
@@ -58,15 +58,15 @@ class JobRecord:
     allow.
 
     Attributes:
-        digest: The digest of the job's content, which tells two jobs apart.
-        max_attempts: How many runs may be started.
+        digest: The digest of the job's content, which differs from that of a job with other content.
+        max_attempts: The maximum number of runs.
         submitted: When the job was submitted.
         state: The state of the job.
         run: How many runs were started.
         outcome: The state that an ending job will reach; None for any other job.
         reason: Why the job has ended or is ending; empty for a job that succeeded.
         ended: When the job ended, or None while it is not terminal.
-        clean: Whether the job is terminal, and only this record and its result are left.
+        clean: Whether the job is terminal, and its specification, steps and commits were deleted.
 
     Examples:
         >>> from stagecrew.recovery import JobRecord
@@ -85,11 +85,6 @@ class JobRecord:
     ended: float | None = None
     clean: bool = False
 
-    @property
-    def must_recover(self) -> bool:
-        """Whether a leader still has work to do for the job."""
-        return not self.clean
-
     def started(self) -> JobRecord:
         """Returns the record with one more run.
 
@@ -107,7 +102,7 @@ class JobRecord:
         return dataclasses.replace(self, state=JobState.RUNNING, run=self.run + 1)
 
     def ending(self, outcome: JobState, reason: str) -> JobRecord:
-        """Returns the record of a job that is ending. Its run must not continue, and its decided commits are finished.
+        """Returns the record of a job that is ending. Its run must stop; only its decided commits are still finished.
 
         Args:
             outcome: The state that the job will reach, failed or cancelled.
@@ -117,7 +112,7 @@ class JobRecord:
             The record of the ending job.
 
         Raises:
-            JobError: The job is neither submitted nor running, or the outcome is another state.
+            JobError: The job is neither submitted nor running, or the outcome is neither failed nor cancelled.
         """
         self._require("be ended", JobState.SUBMITTED, JobState.RUNNING)
         if outcome not in (JobState.FAILED, JobState.CANCELLED):
@@ -149,7 +144,7 @@ class JobRecord:
         return dataclasses.replace(self, state=state, outcome=None, reason=reason[:_MAX_REASON], ended=now)
 
     def cleaned(self) -> JobRecord:
-        """Returns the record of a terminal job whose steps, commits and files were deleted.
+        """Returns the record of a terminal job whose specification, steps and commits were deleted.
 
         Returns:
             The record of the clean job.
@@ -176,7 +171,7 @@ class JobRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> JobRecord:
-        """Decodes the result of `to_bytes`.
+        """Decodes what `to_bytes` returned.
 
         Args:
             data: The encoded record.
@@ -193,8 +188,8 @@ class JobRecord:
             found = fields.pop("format")
             if found != _FORMAT:
                 raise StoreUnsupported(
-                    f"its record has format {found}, and this stagecrew supports format {_FORMAT}: use the version "
-                    "that wrote it"
+                    f"its record has format {found}, but this version of stagecrew supports only format {_FORMAT}: use "
+                    "the version that wrote it"
                 )
             del fields["write"]
             outcome = fields.pop("outcome")
@@ -208,9 +203,9 @@ class JobRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One start of a job. The first process that claims it executes it."""
+    """One run of a job. The first process that claims the run executes it."""
 
     job: str
     number: int
-    #: The version that the process must find in the claim.
+    #: The version that the job's claim must have when the process claims the run.
     claim: int

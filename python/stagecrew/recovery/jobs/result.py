@@ -14,9 +14,9 @@ from stagecrew.errors import JobFailed, RecordUnreadable
 __all__ = ["Result"]
 
 _FORMAT: Final = 1
-#: The longest text of a value or a traceback that is stored, in characters.
+#: The maximum number of characters stored of a value's text or of a traceback.
 _MAX_TEXT: Final = 20_000
-#: The longest reason that is stored, in characters.
+#: The maximum number of characters stored of a reason.
 _MAX_REASON: Final = 2000
 
 
@@ -29,7 +29,7 @@ class Result:
         reason: Why it failed or was cancelled, in one line; empty if it succeeded.
         traceback: The Python traceback of its error, or empty.
         pickled: The pickled value, or None if there is no value.
-        shown: The value without unpickling: as JSON types if possible, else its `repr`.
+        shown: The value in a form that can be read without unpickling: JSON types if possible, otherwise its `repr`.
 
     Examples:
         >>> from stagecrew.recovery import Result
@@ -46,13 +46,13 @@ class Result:
 
     @classmethod
     def of_value(cls, value: Any) -> Result:
-        """Returns the result of a job that returned a value. A value that cannot be pickled makes the job fail.
+        """Returns the result of a job that returned a value. If the value cannot be pickled, the job has failed.
 
         Args:
             value: What the job's function returned.
 
         Returns:
-            A result that succeeded, or one that failed because the value cannot be pickled.
+            A result with the state `succeeded`, or `failed` if the value cannot be pickled.
         """
         try:
             from pyspark import cloudpickle
@@ -72,10 +72,10 @@ class Result:
 
         Args:
             error: The exception.
-            prefix: A text to put in front of the reason.
+            prefix: The text that the reason starts with.
 
         Returns:
-            A result that failed, with the error's message and traceback.
+            A result with the state `failed`, and with the error's message and traceback.
         """
         text = "".join(traceback.format_exception(error))
         return cls("failed", f"{prefix}{type(error).__name__}: {error}"[:_MAX_REASON], text[-_MAX_TEXT:])
@@ -84,13 +84,14 @@ class Result:
         """Returns what the job returned, by unpickling it. Use it only if you trust the job's code.
 
         Returns:
-            The value; None for a script.
+            The value, or None if the job ran a script.
 
         Raises:
             JobFailed: The job failed or was cancelled. The message contains the job's error.
         """
         if self.state != "succeeded":
-            raise JobFailed(f"the job has {self.state}: {self.reason}\n{self.traceback}".rstrip())
+            verb = "was cancelled" if self.state == "cancelled" else self.state
+            raise JobFailed(f"the job {verb}: {self.reason}\n{self.traceback}".rstrip())
         return None if self.pickled is None else pickle.loads(self.pickled)
 
     def to_bytes(self) -> bytes:
@@ -105,7 +106,7 @@ class Result:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Result:
-        """Decodes the result of `to_bytes`.
+        """Decodes what `to_bytes` returned.
 
         Args:
             data: The encoded result.
@@ -121,10 +122,10 @@ class Result:
             found = body.pop("format")
             if found != _FORMAT:
                 raise RecordUnreadable(
-                    f"it has format {found}, and this stagecrew supports format {_FORMAT}: use the version that wrote "
-                    "it"
+                    f"the result has format {found}, but this version of stagecrew supports only format {_FORMAT}: "
+                    "read it with the version that wrote it"
                 )
             pickled = body.pop("pickled")
             return cls(**body, pickled=None if pickled is None else base64.b64decode(pickled))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RecordUnreadable(f"it is damaged: {type(error).__name__}: {error}") from error
+            raise RecordUnreadable(f"the result is damaged: {type(error).__name__}: {error}") from error

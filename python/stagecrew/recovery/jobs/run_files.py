@@ -1,4 +1,4 @@
-"""The files of a job in the folder of a run."""
+"""The layout of a run's folder, which contains the files of the job."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ SCRIPT: Final = "script"
 
 
 def add_to_path(folder: Path) -> None:
-    """Adds a folder with files of a job, and the archives in it, to the front of Python's path."""
+    """Adds a folder with a job's files, and the archives in this folder, to the front of `sys.path`."""
     for path in [folder, *sorted(folder.glob("*.zip")), *sorted(folder.glob("*.egg"))]:
         sys.path.insert(0, str(path))

@@ -1,4 +1,4 @@
-"""The specification of a job: everything that a standby needs to run it without the submitter's disk."""
+"""The specification of a job: everything that another host needs to run it, without files of the submitter's host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEFAULT_ATTEMPTS: Final = 10
 class JobSpec:
     """A function or a script with its arguments, Spark configuration, and the bytes of its files.
 
-    Use `of_function` or `of_script` to create one. The values of `conf` may be secrets: they are stored in the state
+    Create it with `of_function` or `of_script`. The values of `conf` can be secrets: they are stored in the state
     storage, and spark-submit reads them from a file that only its user can read.
 
     Attributes:
@@ -34,8 +34,8 @@ class JobSpec:
         conf: The Spark configuration.
         files: The files for Python's path on the driver and the executors, by name.
         script: The bytes of the script; None for a function.
-        max_attempts: How many runs may be started before the job has failed.
-        fingerprint: Identifies a function's arguments, independent of their pickled bytes. Empty if it was not
+        max_attempts: The maximum number of runs. If all of them are lost, the job fails.
+        fingerprint: Identifies a function's arguments, independently of their pickled bytes. Empty if it was not
             computed.
 
     Examples:
@@ -60,10 +60,10 @@ class JobSpec:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """The digests that identify the content of the job, the same in every process that creates it.
+        """The digests that identify the content of the job. Every process computes the same digests.
 
-        The record of a job has the first digest. The last one depends on the pickled bytes of the arguments; earlier
-        versions stored that one.
+        New records store the first digest. The last one depends on the pickled bytes of the arguments, and is the one
+        that earlier versions stored.
         """
         body = self._body()
         identified = [body | {"arguments": {"fingerprint": self.fingerprint}}] if self.fingerprint else []
@@ -98,7 +98,7 @@ class JobSpec:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> JobSpec:
-        """Decodes the result of `to_bytes`.
+        """Decodes what `to_bytes` returned.
 
         Args:
             data: The encoded specification.
@@ -113,8 +113,8 @@ class JobSpec:
             found = json.loads(data)
             if found["format"] != _FORMAT:
                 raise RecordUnreadable(
-                    f"it has format {found['format']}, and this stagecrew supports format {_FORMAT}: use the version "
-                    "that wrote it"
+                    f"the specification has format {found['format']}, but this version of stagecrew supports only "
+                    f"format {_FORMAT}: use the version that wrote it"
                 )
             files = {name: b64decode(text, validate=True) for name, _, text in found["files"]}
             for name, digest, _ in found["files"]:
@@ -131,7 +131,7 @@ class JobSpec:
                 fingerprint=found.get("fingerprint", ""),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RecordUnreadable(f"it is damaged: {type(error).__name__}: {error}") from error
+            raise RecordUnreadable(f"the specification is damaged: {type(error).__name__}: {error}") from error
 
     @classmethod
     def of_function(
@@ -145,17 +145,17 @@ class JobSpec:
         """Returns a job that calls a function. The function's return value is the job's result.
 
         If the module is a single file that is on `sys.path` and not installed, the file is stored with the job.
-        Packages, and modules that this file imports, must be in `py_files`.
+        Packages, and modules that this file imports, must be in `py_files` unless they are installed.
 
-        The arguments are checked against the source code, which is not run. If a function is decorated, or not defined
-        by exactly one `def`, any arguments are accepted.
+        The arguments are checked against the source code, which is not run. If the function is decorated, or is not
+        defined by exactly one top-level `def`, any arguments are accepted.
 
         Args:
             target: `module:function`.
             arguments: The arguments, by name. They must be picklable.
             conf: The Spark configuration.
             py_files: `.py`, `.zip` or `.egg` files, as for spark-submit.
-            max_attempts: How many runs may be started before the job has failed.
+            max_attempts: The maximum number of runs. If all of them are lost, the job fails.
 
         Returns:
             The specification.
@@ -210,7 +210,7 @@ class JobSpec:
             arguments: The command line of the script, without its name.
             conf: The Spark configuration.
             py_files: `.py`, `.zip` or `.egg` files, as for spark-submit.
-            max_attempts: How many runs may be started before the job has failed.
+            max_attempts: The maximum number of runs. If all of them are lost, the job fails.
 
         Returns:
             The specification.
@@ -261,7 +261,7 @@ def _read_files(paths: Iterable[str | Path]) -> dict[str, bytes]:
     for path in map(Path, paths):
         if path.name in files:
             raise ConfigurationError(
-                f"two files are named {path.name}, and the driver puts all files into one folder: rename one of them"
+                f"two files are named {path.name}, but the driver puts all files into one folder: rename one of them"
             )
         try:
             files[path.name] = path.read_bytes()

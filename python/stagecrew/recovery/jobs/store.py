@@ -43,7 +43,7 @@ _TRIES: Final = 5
 
 
 class Jobs:
-    """The jobs in a coordination store and a state storage. Open one with `open_jobs`. Any thread can use it.
+    """The jobs in a coordination store and a state storage. Open them with `open_jobs`. Any thread can use this.
 
     Clients need no leadership: a submit and a cancel only create entries, and a prune removes only clean jobs.
 
@@ -68,7 +68,7 @@ class Jobs:
         self._specs = StateHandleStore(store, storage, "specs")
         self._results = StateHandleStore(store, storage, "results")
 
-    # -- Requests
+    # -- Submit and cancel
 
     def submit(self, spec: JobSpec, id_: str | None = None) -> str:
         """Stores a job durably for the leader, with everything that its runs need.
@@ -81,7 +81,7 @@ class Jobs:
             id_: The id of the job, 1 to 100 characters. By default, a new id.
 
         Returns:
-            The id of the job. It is durable when this returns.
+            The id of the job, which is stored durably when this returns.
 
         Raises:
             JobExists: A job with this id has different content.
@@ -102,7 +102,7 @@ class Jobs:
             if not self._exists(job, digests):
                 self._add(job, spec, digests[0])
 
-        # Another process may submit the same job now, or prune the one that ended.
+        # Another process may be submitting the same job now, or pruning an ended job with this id.
         retry_on(try_submit, HandleExists, StoreConflict, tries=_TRIES)
         return job
 
@@ -129,13 +129,15 @@ class Jobs:
         entry = self._store.read(job_key(job))
         if entry is None:
             return False
-        known = self._decode(job, entry.value)
-        if known.digest not in digests:
-            raise JobExists(f"job {job!r} already exists with different content (state: {known.state}): use another id")
+        existing = self._decode(job, entry.value)
+        if existing.digest not in digests:
+            raise JobExists(
+                f"job {job!r} already exists with different content (state: {existing.state}): use another id"
+            )
         return True
 
     def cancel(self, job: str) -> JobState:
-        """Requests the end of a job. The leader ends it, after its decided commits are finished.
+        """Requests the end of a job. The job is cancelled after its decided commits are finished.
 
         Args:
             job: The id of the job.
@@ -157,7 +159,7 @@ class Jobs:
                 self._store.transact(Create(f"{job_key(job)}/cancel", uuid.uuid4().hex.encode()))
                 return record.state
             except StoreConflict as error:
-                # For any other reason, the job has ended and was pruned in the meantime: read it again.
+                # With any other reason, the job was pruned in the meantime: read it again.
                 return record.state if error.why == "exists" else None
 
         found = retry_if_none(try_cancel, _TRIES)
@@ -198,10 +200,10 @@ class Jobs:
         return [decode_segment(part) for part in self._store.children("jobs")]
 
     def all(self) -> tuple[dict[str, tuple[JobRecord, int]], dict[str, StagecrewError]]:
-        """Returns the records of all jobs. One unreadable job does not hide the others.
+        """Returns the records of all jobs, even if some are unreadable.
 
         Returns:
-            The readable records with their versions, by id, and the errors of the unreadable ones, by id.
+            The readable records with their versions, by id, and the errors for the unreadable records, by id.
 
         Raises:
             StoreError: The store is unavailable.
@@ -218,7 +220,7 @@ class Jobs:
         return found, unreadable
 
     def spec(self, job: str) -> JobSpec:
-        """Returns what a job runs. The leader deletes it after the job has ended.
+        """Returns the specification of a job. The leader deletes the specification after the job has ended.
 
         Args:
             job: The id of the job.
@@ -314,9 +316,9 @@ class Jobs:
     # -- Maintenance
 
     def sweep(self, grace: float, clock: Callable[[], float] | None = None) -> SweepReport:
-        """Deletes states of jobs that nothing refers to. Processes that died while they wrote have left them.
+        """Deletes states of jobs that nothing refers to. They were left by processes that died during a write.
 
-        A state that is or will be referenced is never deleted. This may run at any time.
+        A state that is or will be referenced is never deleted. This can run at any time.
 
         Args:
             grace: Only states that are older than this are deleted, in seconds.
@@ -338,13 +340,13 @@ class Jobs:
     def prune(self, older_than: float) -> Iterator[PruneResult]:
         """Removes the clean jobs that ended longer ago than `older_than`, with their results, the oldest first.
 
-        The iterator examines one job at each step, and reads no job that ended in a later hour. So the caller bounds
-        the work. Jobs that are open, not clean, unreadable, or still have a process are kept.
+        Each iteration examines one job, so the caller bounds the work. No job that ended in a later hour is read. Jobs
+        that are open, not clean, unreadable, or still have a process are kept.
 
-        This is safe while a leader runs: a leader reads only open jobs, and each job is removed by one transaction,
-        which is applied only if the job is unchanged and clean. A prune that is killed or loses a response leaves each
-        job complete or removed. The bytes of a removed job's result may be left until a sweep, or a new result with
-        that id, deletes them.
+        This is safe while a leader is running: a leader reads only open jobs, and each job is removed by one
+        transaction, which is applied only if the job is unchanged and clean. Even if a prune is killed or loses a
+        response, each job is either complete or removed. The bytes of a removed job's result can stay in the storage
+        until a sweep, or a new result with the same id, deletes them.
 
         Not promised: the id of a removed job does not stay reserved. Submitting it again runs a new job, whose commits
         have the same ids.
@@ -373,7 +375,7 @@ class Jobs:
 
 @contextlib.contextmanager
 def open_jobs(store: str, state: str) -> Iterator[Jobs]:
-    """Opens the jobs of a store and a state storage, as `stagecrew driver` uses them.
+    """Opens the jobs of a store and a state storage. Pass the same addresses as to `stagecrew driver`.
 
     Args:
         store: The URL of the store, such as `sqlite:///var/lib/stagecrew/jobs.db` or `zookeeper://host:2181/jobs`.

@@ -1,1 +1,1 @@
-"""Leadership: the terms, the fences that every write carries, the pure rules of the election, and the candidate."""
+"""Leadership: terms, the fences of each write, the rules of the election, and the candidate."""

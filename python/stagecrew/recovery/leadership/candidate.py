@@ -1,4 +1,4 @@
-"""A process that campaigns for leadership: the threads that renew its lease and run its callbacks."""
+"""The candidate: campaigns for leadership, renews its lease in one thread, and runs its callbacks in another."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ _log = logging.getLogger("stagecrew")
 
 #: How often a candidate sends a request to a store on this host, in seconds.
 _LOCAL_PERIOD: Final = 0.25
-#: How often it sends a request to a store with a session timeout. It sends requests more often if the timeout is short.
+#: How often a candidate sends a request to a store with a session timeout, in seconds. It sends requests more often if
+#: the timeout is less than ten times this period.
 _REMOTE_PERIOD: Final = 0.5
-#: How long a candidate waits after a failed `on_grant`, so that others can lead first.
+#: How long a candidate waits after a failed `on_grant`, so that others can lead first, in seconds.
 _HOLD_OFF: Final = 1.0
-#: How often a leader checks its deadline without a request to the store.
+#: How often a leader checks its deadline, without a request to the store, in seconds.
 _CHECK_PERIOD: Final = 0.1
-#: How long the threads may take to end after `close` has closed the store. Closing a store may take some seconds.
+#: How long the threads may take to end after `close` has closed the store, in seconds. A store can take some seconds to
+#: close.
 _JOIN_TIMEOUT: Final = 20.0
-#: The time between two log records that callbacks still block the campaign.
+#: How often it is logged that callbacks still block the campaign, in seconds.
 _REMINDER_PERIOD: Final = 60.0
 
 
 class Leadership:
-    """One term in which this process leads, while `valid` is true. Any thread can use it."""
+    """One term of this process, which leads while `valid` is true. Any thread can use it."""
 
     def __init__(
         self,
@@ -57,23 +59,23 @@ class Leadership:
         #: Why the term has ended; None while it lasts.
         self.reason: str | None = None
         self._is_valid, self._handle = is_valid, handle
-        #: Fences every write by the term. Once the term has ended here or in the store, it writes nothing and raises
-        #: `LeadershipLost`.
+        #: Fences every write by the term. Once the term has ended here or in the store, every write raises
+        #: `LeadershipLost` and changes nothing.
         self.store: Store = _LeaderStore(self, store)
 
     @property
     def valid(self) -> bool:
-        """Whether this process still leads, by its own clock and connection. Once false, it stays false.
+        """Whether this process still leads, according to its own clock and connection. Once false, it stays false.
 
-        This sends no request, so another process may already lead when the caller uses the result. Actions that only
-        the leader may take must be writes through `store`, or through a store that is fenced by `fence(term)`.
+        This sends no request, so another process can already be leading when the caller uses the result. Actions that
+        only the leader may take must be writes through `store`, or through a store that is fenced by `fence(term)`.
         """
         return self._is_valid(self)
 
     def check(self) -> None:
         """Raises `LeadershipLost` unless this leadership is valid."""
         if not self.valid:
-            raise LeadershipLost(f"this process does not lead in term {self.term} any more: {self.reason}")
+            raise LeadershipLost(f"this process no longer leads in term {self.term}: {self.reason}")
 
     def end(self, reason: str) -> None:
         """Ends this leadership, so that another process can lead."""
@@ -81,14 +83,14 @@ class Leadership:
 
 
 class _LeaderStore(FencedStore):
-    """The store of a leader. It refuses writes at once if it knows that the leadership has ended."""
+    """The store of a leader. Once it knows that the leadership has ended, it refuses writes without a request."""
 
     def __init__(self, leadership: Leadership, store: Store) -> None:
         super().__init__(store, fence(leadership.term))
         self._leadership = leadership
 
     def transact(self, *operations: Operation) -> list[int | None]:
-        """See `FencedStore`. The end of the session is `LeadershipLost` too."""
+        """See `FencedStore`. Also raises `LeadershipLost` if the session has ended."""
         self._leadership.check()
         try:
             return super().transact(*operations)
@@ -105,17 +107,17 @@ class Candidate:
 
     * One thread calls `on_grant(leadership)` and `on_revoke(term, reason)` in turn. Each `on_grant` that started is
       followed by exactly one `on_revoke`. A grant that ended before its callback is not reported.
-    * When leadership ends, `leadership.valid` is false at once, however long `on_grant` takes.
-    * A session leads once. After a revocation the candidate leaves the session, so that others can lead, when
-      `on_revoke` has returned or after `callback_timeout` seconds. It campaigns again with a new session, when both
-      callbacks have returned.
-    * Exceptions of the callbacks are logged. After an `on_grant` that raised, the candidate gives up leadership, and
-      others may lead first.
+    * When leadership ends, `leadership.valid` is false immediately, even if `on_grant` is still running.
+    * A session leads at most once. After a revocation, the candidate closes the session when `on_revoke` has returned,
+      or after `callback_timeout` seconds. From then on, others can lead. When both callbacks have returned, the
+      candidate campaigns again with a new session.
+    * Exceptions that callbacks raise are logged. If `on_grant` raises, the candidate gives up leadership, and waits
+      before it campaigns again, so that others can lead first.
     * If the store is unavailable, the candidate retries forever. In the meantime `error` says what is wrong.
 
-    Not promised: with SQLite, whose sessions end only with their process, a stopped leader (SIGSTOP) is not replaced.
-    With ZooKeeper it is replaced after the session timeout. When it continues, it can no longer write, and notices that
-    it does not lead.
+    Not promised: with SQLite, whose sessions end only with their process, a suspended leader (SIGSTOP) is not replaced.
+    With ZooKeeper, it is replaced after the session timeout. When it resumes, it can no longer write, and notices that
+    it no longer leads.
 
     `open_store` opens a new session each time; the candidate closes it. `clock` must be monotonic.
     """
@@ -139,7 +141,7 @@ class Candidate:
         # Guards the five attributes below. While it is held, only the clock is called, not even the log.
         self._changed = threading.Condition()
         self._election = Election()
-        self._granted: Leadership | None = None  # until its callbacks have returned
+        self._granted: Leadership | None = None  # set from the grant until both callbacks have returned
         self._store: Store | None = None
         self._closing = False
         self._hold_off = 0.0
@@ -162,12 +164,13 @@ class Candidate:
         return granted if granted is not None and granted.valid else None
 
     def close(self) -> bool:
-        """Resigns.
+        """Resigns. Idempotent; can be called at any time.
 
-        Leadership ends at once; another process can lead when `on_revoke` returned, or after `callback_timeout`.
+        Leadership ends immediately. Another process can lead when `on_revoke` has returned, or after
+        `callback_timeout`.
 
-        Repeatable, at any time. Returns whether everything has ended. That is false while a callback still runs, for
-        example if a callback calls this, or if the store does not close. Anything that still runs ends by itself.
+        Returns whether all threads have ended. That is false while a callback is still running, for example if a
+        callback calls this, or if the store does not close. The remaining threads end by themselves.
         """
         with self._changed:
             self._closing = True
@@ -182,7 +185,7 @@ class Candidate:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if alive := [thread.name for thread in self._threads if thread.is_alive()]:
-            _log.error("the candidate was closed, but these threads still run: %s", ", ".join(alive))
+            _log.error("the candidate was closed, but these threads are still running: %s", ", ".join(alive))
         return not alive
 
     def __enter__(self) -> Candidate:
@@ -223,21 +226,24 @@ class Candidate:
             self._pause_campaign(0.0)
 
     def _pause_campaign(self, seconds: float) -> None:
-        """Waits before a campaign: for these seconds, for the hold-off, and for the callbacks of the last term."""
+        """Waits for `seconds` or the hold-off, whichever is longer, and then for the callbacks of the last term."""
         with self._changed:
             seconds, self._hold_off = max(seconds, self._hold_off), 0.0
             self._changed.wait_for(lambda: self._closing, seconds)
         while (term := self._wait_for_callbacks(_REMINDER_PERIOD, lambda: self._closing)) is not None:
-            _log.warning("this process does not campaign yet: the callbacks of term %d have not returned", term)
+            _log.warning("this process is not campaigning yet: the callbacks of term %d have not returned", term)
 
-    def _wait_for_callbacks(self, seconds: float, is_enough: Callable[[], bool] = lambda: False) -> int | None:
-        """Waits until no callbacks run, for at most these seconds. Returns the term whose callbacks still run."""
+    def _wait_for_callbacks(self, seconds: float, must_stop: Callable[[], bool] = lambda: False) -> int | None:
+        """Waits for at most `seconds` until no callback is running. Returns the term whose callbacks still are, if any.
+
+        Also stops waiting, and returns None, as soon as `must_stop` returns true.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._granted is None or is_enough(), seconds)
-            return None if self._granted is None or is_enough() else self._granted.term
+            self._changed.wait_for(lambda: self._granted is None or must_stop(), seconds)
+            return None if self._granted is None or must_stop() else self._granted.term
 
     def _campaign_once(self) -> bool:
-        """Campaigns with a new session until the session cannot lead any more. Returns whether the store responded."""
+        """Campaigns with a new session until the session can no longer lead. Returns whether the store responded."""
         if self._closing:
             return True
         try:
@@ -251,7 +257,7 @@ class Candidate:
             has_response = self._campaign_with(store)
         except BaseException as error:
             self._record_error(error)
-        self._handle(Lost("its session is not used any more"))
+        self._handle(Lost("its session is no longer used"))
         self._leave(store)
         self._store = None
         return has_response
@@ -265,6 +271,7 @@ class Candidate:
         return client.has_response
 
     def _is_used_up(self, client: LeaseClient) -> bool:
+        """Returns whether the client's session can no longer lead, or this candidate is closing."""
         return self._closing or self._election.term != client.term
 
     def _send_request(self, client: LeaseClient) -> bool:
@@ -289,10 +296,10 @@ class Candidate:
         """Closes the session when the callbacks of its term have returned, or after the callback timeout."""
         if (term := self._wait_for_callbacks(self._callback_timeout)) is not None:
             _log.error(
-                "the callbacks of term %d have not returned after %g s: another process may lead while they run",
+                "the callbacks of term %d have not returned after %g s: another process can lead while they run",
                 term, self._callback_timeout,
             )  # fmt: skip
-        # A close without a connection would not reach the store, which would keep the term until the session timeout.
+        # Without a connection, the close would not reach the store, and nobody could lead until the session timeout.
         deadline = time.monotonic() + (store.timeout or 0.0)
         while store.suspended and not self._closing and time.monotonic() < deadline:
             try:
@@ -348,10 +355,10 @@ class Candidate:
                 self._hold_off = _HOLD_OFF
             leadership.end(f"on_grant raised {type(error).__name__}: {error}")
         while leadership.valid:
-            # The election thread may wait for the store, so this thread checks the deadline itself.
+            # The election thread can be waiting for the store, so this thread checks the deadline itself.
             with self._changed:
                 self._changed.wait_for(lambda: leadership.reason is not None, _CHECK_PERIOD)
-        _log.warning("this process does not lead in term %d any more: %s", leadership.term, leadership.reason)
+        _log.warning("this process no longer leads in term %d: %s", leadership.term, leadership.reason)
         try:
             self._on_revoke(leadership.term, str(leadership.reason))
         except BaseException:

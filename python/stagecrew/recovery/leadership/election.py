@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Acquired:
-    """The store made this process the leader of a new term. `requested_at` is when the request was sent."""
+    """The store has made this process the leader of a new term. `requested_at` is when the request was sent."""
 
     term: int
     requested_at: float
@@ -33,7 +33,7 @@ class Acquired:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """Another process leads."""
+    """This process did not get the term, usually because another process leads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Suspended:
 
 @dataclasses.dataclass(frozen=True)
 class Lost:
-    """Leadership must end: the session has ended, or there is another reason.
+    """Leadership must end, because the session has ended or for another reason.
 
-    Ends only this term, or any if it is None.
+    Ends only `term`; any term if `term` is None.
     """
 
     reason: str
@@ -99,15 +99,15 @@ class Revoked:
 class Election:
     """The role of one process: follower, leader, follower again. A process that resigned stays a follower.
 
-    It has no clock, socket or thread. It knows only the events that it handled, with the times of a monotonic clock.
+    It has no clock, socket or thread. The caller passes it all events, with the times of a monotonic clock.
 
     * Each term is granted once and revoked once, and terms only grow. After a revocation, only an acquisition that was
       requested later counts.
-    * `Suspended` and `Lost` end leadership at once. So does silence: the deadline is two thirds of the session timeout
-      after the last acknowledged request was *sent*. A response after the deadline does not restore leadership.
+    * `Suspended` and `Lost` end leadership immediately. So does silence: the deadline is two thirds of the session
+      timeout after the last acknowledged request was *sent*. A response after the deadline does not restore leadership.
 
-    Not promised: the store may already have another leader. If a leader notices the end of its term late, the fence,
-    not this class, stops its writes.
+    Not promised: the store can already have another leader. If a leader notices the end of its term late, its writes
+    are stopped by the fence, not by this class.
     """
 
     def __init__(self) -> None:

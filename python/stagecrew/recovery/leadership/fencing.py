@@ -1,4 +1,4 @@
-"""Terms and fences: the keys of leadership, and stores whose transactions apply only in the current term."""
+"""Terms and fences: the keys of leadership, and a store whose transactions are applied only in the current term."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["HOLDER", "TERM", "FencedStore", "LeaderInfo", "fence", "leader_of"]
 
 #: A permanent entry. Its version is the term, and its value describes the last leader. Deleting it restarts the terms.
 TERM: Final = "leader/term"
-#: An ephemeral entry that ends with the session of the leader. Its value equals that of `TERM`.
+#: An ephemeral entry that is deleted with the leader's session. Its value equals that of `TERM`.
 HOLDER: Final = "leader/holder"
 
 _FORMAT: Final = 1
@@ -26,7 +26,7 @@ _FORMAT: Final = 1
 
 @dataclasses.dataclass(frozen=True)
 class LeaderInfo:
-    """One acquisition of leadership, as it is stored."""
+    """The stored description of one acquisition of leadership."""
 
     term: int
     host: str
@@ -52,7 +52,7 @@ class LeaderInfo:
 
     @classmethod
     def from_bytes(cls, value: bytes) -> LeaderInfo:
-        """Decodes the result of `to_bytes`. Raises `StoreUnsupported` for anything else."""
+        """Decodes what `to_bytes` returned. Raises `StoreUnsupported` for anything else."""
         try:
             fields = json.loads(value)
             if fields.pop("format") != _FORMAT:
@@ -60,8 +60,8 @@ class LeaderInfo:
                     f"{HOLDER} does not have format {_FORMAT}, because the leader runs another version of stagecrew: "
                     "use that version"
                 )
-            known = {field.name: fields[field.name] for field in dataclasses.fields(cls)}
-            return cls(**{**known, "since": dt.datetime.fromisoformat(known["since"])})
+            values = {field.name: fields[field.name] for field in dataclasses.fields(cls)}
+            return cls(**{**values, "since": dt.datetime.fromisoformat(values["since"])})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreUnsupported(
                 f"{HOLDER} was not written by stagecrew ({error!r}): check which other program writes to this store"
@@ -71,7 +71,7 @@ class LeaderInfo:
 def leader_of(store: Store) -> LeaderInfo | None:
     """Returns the current leader, or None if no process leads.
 
-    This only reads, so the result may already be outdated.
+    The result can already be outdated when this returns.
     """
     entry = store.read(HOLDER)
     return None if entry is None else LeaderInfo.from_bytes(entry.value)
@@ -83,7 +83,7 @@ def fence(term: int) -> Check:
     >>> fence(3)
     Check(key='leader/term', version=3)
     """
-    if term < 1:  # version 0 is the entry before the first leader
+    if term < 1:  # the entry has version 0 before the first leader
         raise ConfigurationError(f"{term} is not a term: the first term is 1")
     return Check(TERM, term)
 
@@ -92,7 +92,7 @@ class FencedStore:
     """A store that adds these checks to every transaction. Reads are not fenced.
 
     If a check fails, `transact` and `ensure` raise `LeadershipLost`, and that transaction has changed nothing. But if
-    it repeats a transaction that raised `PossiblyInconsistentError`, this says nothing about the first one.
+    an earlier try of the same transaction raised `PossiblyInconsistentError`, the outcome of that try is still unknown.
     """
 
     def __init__(self, store: Store, *checks: Check) -> None:
@@ -133,7 +133,7 @@ class FencedStore:
             if conflict.index < len(self._checks):
                 check = self._checks[conflict.index]
                 raise LeadershipLost(
-                    f"nothing was written: {check.key} does not have version {check.version} any more "
+                    f"nothing was written: {check.key} no longer has version {check.version} "
                     f"({conflict.why}), because another process leads or has led; let that process continue"
                 ) from conflict
             raise StoreConflict(str(conflict), conflict.index - len(self._checks), conflict.why) from conflict

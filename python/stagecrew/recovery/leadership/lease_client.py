@@ -1,4 +1,4 @@
-"""The requests of one session about leadership: acquire a term, then renew it."""
+"""The leadership requests of one session: acquires a term, then renews it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["LeaseClient"]
 
 
 class LeaseClient:
-    """Acquires and renews the lease of one session, one request at a time. One thread uses it.
+    """Acquires and renews the lease of one session, one request at a time. Only one thread may use it.
 
     An acquisition is one transaction. If its outcome is unknown, the client repeats the same transaction until the
-    outcome is known. A read could only show that it is not applied *yet*.
+    outcome is known, because a read could only show that the transaction is not applied *yet*.
     """
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
@@ -45,7 +45,7 @@ class LeaseClient:
             if not self._ensured:
                 self.store.ensure(TERM)
                 self._ensured = True
-            # A standby only reads: a refused acquisition would cost a write on every server of a quorum.
+            # A standby only reads, because a refused acquisition would cost a write on every server of a quorum.
             if (holder := self.store.read(HOLDER)) is not None:
                 return self._refused(holder)
             if (last := self.store.read(TERM)) is None:
@@ -76,5 +76,5 @@ class LeaseClient:
         try:
             self.store.transact(fence(term), Check(HOLDER, 0))
         except StoreConflict as conflict:
-            return Lost(f"another process leads, or none: {conflict}")
+            return Lost(f"another process leads, or no process does: {conflict}")
         return Renewed(term, requested_at)

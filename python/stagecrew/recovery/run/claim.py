@@ -1,4 +1,4 @@
-"""The claim of a run: this process may write the job only while it holds the claim."""
+"""The claim of a run: a process can change the job only while it holds the claim."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["ClaimedRun"]
 class ClaimedRun:
     """A run that this process has claimed.
 
-    `jobs` writes under the claim, and nothing after another process has claimed it.
+    Writes through `jobs` are fenced by the claim: once another process holds the claim, they are refused.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class ClaimedRun:
         self.run = run
         self.key = f"{job_key(run.job)}/claim"
         self.version = claim
-        #: Whether this process itself changes the version now.
+        #: Whether this process itself is changing the version.
         self.renewing = False
         self.jobs = self._fenced_jobs()
 
     def renew(self) -> None:
-        """Renews the claim, which fences every write that uses the previous `jobs`."""
+        """Renews the claim and replaces `jobs`. Every later write through the previous `jobs` is refused."""
         self.renewing = True
         self.version = self.jobs.renew_claim(self.run.job, self.version, RETRY_TIMEOUT)
         self.jobs = self._fenced_jobs()

@@ -1,4 +1,4 @@
-"""The execution of a claimed run: finish the decided commits, call the job's code, and store how the job ended."""
+"""Executes a claimed run: finishes the decided commits, calls the job's code, and stores how the job ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["call_job", "execute_run", "infrastructure_error"]
 
 _log = logging.getLogger("stagecrew")
 
-#: How long a process that only finishes decided commits retries, in seconds. The leader starts it again later.
+#: The retry timeout, in seconds, of a process that only finishes decided commits. The leader starts it again later.
 _FINISH_TIMEOUT: Final = 30.0
 
 #: Errors that are not the job's fault.
@@ -59,47 +59,48 @@ _INFRASTRUCTURE_ERRORS: Final = (
 
 def execute_run(
     claimed: ClaimedRun,
-    finish: bool,
+    commits_only: bool,
     call: Callable[[JobSpec], Any],
-    check: Callable[[], str | None],
+    stop_reason: Callable[[], str | None],
     facts: Mapping[str, str] | None = None,
     retry_timeout: float = RETRY_TIMEOUT,
 ) -> bool:
     """Executes a claimed run. Returns whether the job has ended; if not, the run is lost and the job runs again.
 
-    `finish` only finishes the decided commits of an ending job. `call` calls the job's code. `check` returns why the
-    process may not continue, or None. Sinks, the storage and the store are retried for `retry_timeout` seconds.
+    If `commits_only`, this only finishes the decided commits of an ending job, and does not call the job's code. `call`
+    calls that code. `stop_reason` returns why the process must stop, or None. `facts` describe the run in the Spark UI.
+    Sinks, the storage and the store are retried for `retry_timeout` seconds.
     """
     run, jobs = claimed.run, claimed.jobs
-    known = jobs.read(run.job)
-    # A process that only finishes commits gives up early. The leader starts it again after a pause, and other jobs can
-    # run in the meantime. But a normal run that gives up is lost, and counts as one of the job's runs.
-    finish_commits(
-        jobs.handles(run.job, "commits"), finish, min(retry_timeout, _FINISH_TIMEOUT) if finish else retry_timeout
-    )
-    if finish:
-        result = Result(str(known[0].outcome), known[0].reason)
+    record, version = jobs.read(run.job)
+    # A process that only finishes commits gives up early: the leader starts it again after a pause, and other jobs can
+    # run in the meantime. A normal run that gives up is lost and counts as one of the job's runs, so it retries for the
+    # full `retry_timeout`.
+    finish_timeout = min(retry_timeout, _FINISH_TIMEOUT) if commits_only else retry_timeout
+    finish_commits(jobs.handles(run.job, "commits"), commits_only, finish_timeout)
+    if commits_only:
+        result = Result(str(record.outcome), record.reason)
     else:
-        ended = _run_code(claimed, call, check, facts, retry_timeout)
-        if ended is None:
+        code_result = _run_code(claimed, call, stop_reason, facts, retry_timeout)
+        if code_result is None:
             return False
-        result = ended
-        # The renewed claim fences everything that threads of the job still do.
+        result = code_result
+        # After this, writes of threads that the job has left running are refused.
         claimed.renew()
         jobs = claimed.jobs
         finish_commits(jobs.handles(run.job, "commits"), True, retry_timeout)
-    jobs.finish(run.job, known, JobState(result.state), result, retry_timeout)
+    jobs.finish(run.job, (record, version), JobState(result.state), result, retry_timeout)
     return True
 
 
 def _run_code(
     claimed: ClaimedRun,
     call: Callable[[JobSpec], Any],
-    check: Callable[[], str | None],
+    stop_reason: Callable[[], str | None],
     facts: Mapping[str, str] | None,
     retry_timeout: float,
 ) -> Result | None:
-    """Calls the job's code. Returns its result, or None if an infrastructure error has made the run lost."""
+    """Calls the job's code. Returns its result, or None if the run is lost because of an infrastructure error."""
     run, jobs = claimed.run, claimed.jobs
     spec = jobs.spec(run.job)
     steps, commits = jobs.handles(run.job, "steps"), jobs.handles(run.job, "commits")
@@ -110,9 +111,11 @@ def _run_code(
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):  # a script's `sys.exit()`
             return Result.of_value(None)
-        _log.exception("job %r has raised an error", run.job)
-        if (reason := infrastructure_error(error) or check()) is not None:
-            _log.warning("job %r runs again, because this error is not its fault: %s", run.job, reason)
+        _log.exception("job %r raised an error", run.job)
+        if (reason := infrastructure_error(error) or stop_reason()) is not None:
+            _log.warning(
+                "this run of job %r is lost, not failed, because the error is not the job's fault: %s", run.job, reason
+            )
             return None
         return Result.of_error(error)
     finally:
@@ -121,7 +124,8 @@ def _run_code(
 
 def call_job(spec: JobSpec, folder: Path) -> Any:
     """Calls the function or runs the script of a job, whose files are in this folder."""
-    import_named(spec.conf.get("spark.stagecrew.listeners", ""))  # a job may build its session without `configure`
+    # `configure` would import the modules of the listeners, but a job can build its session without it.
+    import_named(spec.conf.get("spark.stagecrew.listeners", ""))
     if spec.script is not None:
         sys.argv = [spec.target, *map(str, spec.arguments)]
         runpy.run_path(str(folder / SCRIPT / spec.target), run_name="__main__")
@@ -132,10 +136,10 @@ def call_job(spec: JobSpec, folder: Path) -> Any:
 
 
 def infrastructure_error(error: BaseException) -> str | None:
-    """Returns why an error is not the job's fault, or None: the store, the storage or the JVM failed.
+    """Returns why an error is not the job's fault, or None if it is.
 
-    This includes errors that the job's code has wrapped, and a checkpoint that timed out. A checkpoint that a
-    coordinator declined is the job's fault.
+    It is not the job's fault if the store, the storage, a commit's sink or the JVM failed, or if a checkpoint timed
+    out, even if the job's code has wrapped the error. A checkpoint that a coordinator declined is the job's fault.
     """
     for cause in with_causes(error):
         if isinstance(cause, _INFRASTRUCTURE_ERRORS):
@@ -146,7 +150,10 @@ def infrastructure_error(error: BaseException) -> str | None:
 
 
 def _error_in_jvm_message(error: BaseException) -> str | None:
-    """Returns the infrastructure error in a JVM's message. The JVM reports errors of `foreachBatch` only as text."""
+    """Returns the infrastructure error that a JVM error's message contains, or None.
+
+    The JVM reports an error that a `foreachBatch` function raised only as text.
+    """
     if type(error).__module__.partition(".")[0] not in ("pyspark", "py4j"):
         return None
     for name, text in re.findall(r"^stagecrew\.errors\.(\w+): (.*)$", str(error), re.MULTILINE):

@@ -10,9 +10,9 @@ from typing import Final, NoReturn
 
 __all__ = ["EXIT_LOST", "exit_as_lost", "exit_within"]
 
-#: The exit code of a process whose job has not ended. Another run takes over the job.
+#: The exit code of a lost run: its job has not ended, and another run takes over.
 EXIT_LOST: Final = 75
-#: How long the last actions of a lost run may take, such as closing its session, in seconds.
+#: How long the last actions of a lost run, such as closing its session at the store, may take, in seconds.
 _LAST_ACTIONS_TIMEOUT: Final = 2.0
 
 
@@ -30,7 +30,7 @@ def exit_as_lost(*actions: Callable[[], object]) -> NoReturn:
 
 
 def exit_within(seconds: float, code: int) -> None:
-    """Makes this process exit within these seconds, even if threads or exit hooks of the job's code do not end."""
+    """Makes this process exit within this many seconds, even if threads or exit hooks of the job's code do not end."""
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()

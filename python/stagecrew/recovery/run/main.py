@@ -1,4 +1,4 @@
-"""The process of one run of a job. Claims the run, watches whether it may continue, and stores how the job ended.
+"""The process of one run of a job: claims the run, executes it under a watchdog, and stores how the job ended.
 
 spark-submit runs this file.
 """
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_LOST
 
     def leave(reason: str) -> NoReturn:
-        """Exits as a lost run, because its writes would be refused."""
+        """Exits as a lost run, without waiting for the job's code."""
         # Closing the store lets the next run start without waiting for the session timeout.
         exit_as_lost(
             lambda: print(f"stagecrew: this run ends: {harmless(reason)}", file=sys.stderr, flush=True),
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         facts = _facts(store, options.term)
         has_ended = execute_run(claimed, options.finish, lambda spec: call_job(spec, folder), watchdog.check, facts)
     except BaseException:
-        _log.exception("run %d of job %r ended before its job", options.run, options.job)
+        _log.exception("run %d of job %r ended before its job did", options.run, options.job)
     if not has_ended:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -117,7 +117,7 @@ def _configure_logging() -> None:
 
 
 def _facts(store: Store, term: int) -> dict[str, str]:
-    """Returns the facts for the Spark UI. They do not include the address of the store, which may be confidential."""
+    """Returns facts about this run for the Spark UI, without the store's address, which can be confidential."""
     try:
         leader = leader_of(store)
     except StoreError:  # the watchdog decides what this means

@@ -1,4 +1,4 @@
-"""The watchdog of a run: ends the process when it may not continue."""
+"""The watchdog of a run: ends the process when it must not continue."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _CHECK_PERIOD: Final = 0.25
 
 
 class RunWatchdog:
-    """Ends this process when its leader stops leading, its claim or its session is lost, or its JVM has ended.
+    """Ends this process when its leader stops leading, its claim or its session is lost, or its parent has exited.
 
-    If the store has a session timeout, the watchdog ends the process after two thirds of this time without a response,
-    even while a request hangs. So the process ends before another one can take over.
+    The parent is the JVM of spark-submit, or the driver for a process that only finishes commits. If the store has a
+    session timeout, the watchdog ends the process after two thirds of this time without a response, even while a
+    request hangs. So the process ends before another one can take over.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class RunWatchdog:
         self._last_response = clock()
         self._parent = os.getppid()
         self._stopped = threading.Event()
-        self._ending = threading.Lock()
+        self._end_lock = threading.Lock()
 
     def start(self) -> None:
         """Starts watching. `stop` ends it."""
@@ -44,15 +45,15 @@ class RunWatchdog:
             threading.Thread(target=self._watch, args=(check,), name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """Stops watching, because the job has ended. From now on the watchdog does not end the process."""
-        with self._ending:
+        """Stops watching, because the job has ended. After this returns, the watchdog does not end the process."""
+        with self._end_lock:
             self._stopped.set()
 
     def _watch(self, check: Callable[[], str | None]) -> None:
         while (reason := self._reason(check)) is None:
             if self._stopped.wait(_CHECK_PERIOD):
                 return
-        with self._ending:
+        with self._end_lock:
             if not self._stopped.is_set():
                 self._end(reason)
 
@@ -64,14 +65,14 @@ class RunWatchdog:
             return f"the watchdog failed: {type(error).__name__}: {error}"
 
     def check_silence(self) -> str | None:
-        """Returns why this process must end by its own clock, or None if it may continue."""
+        """Returns why this process must end according to its own clock, or None if it need not."""
         timeout, silence = self._store.timeout, self._clock() - self._last_response
         if timeout is not None and silence > timeout * 2 / 3:
             return f"the store has not responded for {silence:.1f} s"
         return None
 
     def check(self) -> str | None:
-        """Returns why this process must end, or None if it may continue."""
+        """Checks the parent process and reads the store. Returns why this process must end, or None if it need not."""
         if os.getppid() != self._parent:
             return "the process that started it has ended"
         requested_at, expected = self._clock(), self._claimed.version
@@ -84,7 +85,7 @@ class RunWatchdog:
             return self.check_silence()
         self._last_response = requested_at
         if term is None or term.version != self._term or holder is None:
-            return f"its leader, of term {self._term}, does not lead any more"
+            return f"its leader, of term {self._term}, no longer leads"
         renewed_here = self._claimed.renewing or self._claimed.version != expected
         if (claim is None or claim.version != expected) and not renewed_here:
             return "another run of the job was started, or the job was ended"

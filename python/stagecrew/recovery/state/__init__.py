@@ -1,1 +1,1 @@
-"""State handles: the bytes of states in a state storage, and named references to them in the coordination store."""
+"""State handles: states as bytes in a state storage, and named references to them in the coordination store."""

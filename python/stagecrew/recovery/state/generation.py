@@ -1,4 +1,4 @@
-"""The sweep generation: a number that each sweep advances, and that each write of a state checks in its transaction."""
+"""The sweep generation: a number that sweeps advance, and that each write of a state checks in its transaction."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ GENERATION: Final = "sweep/generation"
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """The number of sweeps so far, and the name of the store."""
+    """The number of times that a sweep has advanced the generation, and the name of the store."""
 
     number: int
     store: str
 
     def folder(self, root: str) -> str:
-        """Returns the folder in the storage that has the states of a root."""
+        """Returns the folder in the storage that contains the states of a root."""
         return f"{self.store}/{quoted(root)}"
 
 
@@ -52,7 +52,7 @@ def read_generation(store: Store) -> Generation:
 
 
 def advance_generation(store: Store) -> None:
-    """Advances the generation, unless another sweep does it at the same time."""
+    """Advances the generation, unless another sweep advances it at the same time."""
     current = read_generation(store)
     try:
         store.transact(Replace(GENERATION, _encode(current.store), current.number))

@@ -39,11 +39,11 @@ _log = logging.getLogger("stagecrew")
 
 
 class HandleExists(HandleError):  # noqa: N818
-    """A handle has this name. Its callers handle this case, so that users never get this error."""
+    """A handle with this name already exists. Callers catch or exclude this case, so users never get this error."""
 
 
 class HandleMissing(HandleError):  # noqa: N818
-    """No handle has this name. Its callers handle this case, so that users never get this error."""
+    """No handle has this name. Callers catch or exclude this case, so users never get this error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Handle:
 
 @dataclasses.dataclass
 class Audit:
-    """Everything that the handles of one root refer to. `unfinished` names handles whose removal must be finished."""
+    """All states that the handles of one root refer to. `unfinished` names handles whose removal must be finished."""
 
     states: set[str] = dataclasses.field(default_factory=set)
     unfinished: list[str] = dataclasses.field(default_factory=list)
@@ -68,22 +68,24 @@ class Audit:
 class StateHandleStore:
     """Named states below one root of the store. Any thread can use it.
 
-    A handle is an entry with the reference to its state, and a child `locks`. The ephemeral children of `locks` are the
-    sessions that use the handle. A handle without `locks` is marked for removal: it counts as absent, and its state may
-    be deleted. Nothing else may be stored below it.
+    A handle is an entry with the reference to its state, and a child `locks`. Each ephemeral child of `locks` names a
+    session that uses the handle. A handle without `locks` is marked for removal: it counts as absent, and its state can
+    already be deleted. Nothing else may be stored below a handle.
 
     Guarantees:
 
-    * A handle that is not marked has its complete state, whatever process died at whatever step. A state that nothing
-      refers to may be left; `sweep` deletes it.
-    * A write applies its change and the caller's operations `also` in one transaction, once, however often the store
-      repeats it. It has three outcomes: If it returns, it was applied. If it raises `PossiblyInconsistentError`, the
-      outcome is unknown and nothing is discarded. If it raises anything else, it was not applied, and its new state is
-      discarded. To repeat a write with an unknown outcome, pass a `prepare`d state: then it is applied once in all.
+    * A handle that is not marked has its complete state, no matter which process died at which step. A state that
+      nothing refers to can remain; `sweep` deletes it.
+    * A write applies its change and the caller's operations `also` in one transaction, at most once, even if the store
+      repeats the transaction. If the write returns, it was applied. If it raises `PossiblyInconsistentError`, the
+      outcome is unknown, and nothing is discarded. If it raises anything else, it was not applied, and its new state is
+      discarded. To repeat a write with an unknown outcome, pass the same state from `prepare` again: then the write is
+      still applied at most once.
     * A failed read never deletes anything.
 
-    The `StoreConflict` of a write has the `index` of the operation in `also` that failed; -1 is the handle's own
-    version. Not promised: a reader may miss handles that others remove and add again under the same name.
+    If a write raises `StoreConflict`, its `index` is that of the operation in `also` that failed, or -1 if the change
+    to the handle itself failed. Not promised: a reader can miss handles that others remove and add again under the same
+    name.
     """
 
     def __init__(self, store: Store, storage: StateStorage, root: str) -> None:
@@ -95,7 +97,7 @@ class StateHandleStore:
 
     @staticmethod
     def prepare(data: bytes) -> PreparedState:
-        """Returns a state for an `add` or a `replace` that may have to be repeated."""
+        """Returns a state with which an `add` or a `replace` can be repeated."""
         return PreparedState(data)
 
     # -- Writes
@@ -103,7 +105,7 @@ class StateHandleStore:
     def add(
         self, name: str, data: bytes | PreparedState, also: Sequence[Operation] = (), *, lock: bool = False
     ) -> None:
-        """Adds a handle of version 0. Finishes an interrupted removal of this name first. Raises `HandleExists`."""
+        """Adds a handle with version 0. Finishes an interrupted removal of this name first. Raises `HandleExists`."""
         key = self._key(name)
 
         def change(value: bytes) -> list[Operation]:
@@ -120,7 +122,7 @@ class StateHandleStore:
         self._writer.write(key, name, _prepared(data), change, on_conflict, also)
 
     def replace(self, name: str, version: int, data: bytes | PreparedState, also: Sequence[Operation] = ()) -> int:
-        """Replaces the state of a handle of this version, then discards the old state. Returns the new version.
+        """Replaces the state of a handle that has this version, then discards the old state. Returns the new version.
 
         Raises `HandleMissing`, or `StoreConflict` if the handle has another version.
         """
@@ -151,15 +153,15 @@ class StateHandleStore:
     # -- Reads
 
     def exists(self, name: str) -> bool:
-        """Returns whether a handle of this name exists and is not marked for removal."""
+        """Returns whether a handle with this name exists and is not marked for removal."""
         key = self._key(name)
         return self._store.read(f"{key}/locks") is not None and self._store.read(key) is not None
 
     def get(self, name: str, *, lock: bool = False) -> Handle:
-        """Returns the handle, and locks it on request. If this fails, it is not locked.
+        """Returns the handle, and locks it if `lock` is true. If this raises an error, it leaves no new lock.
 
-        Raises `HandleMissing`, `StateCorrupt`, `StateStorageError`, or `StoreUnsupported` for a handle of a newer
-        format. If the outcome is unknown, call `release`.
+        Raises `HandleMissing`, `StateCorrupt`, `StateStorageError`, or `StoreUnsupported` for a handle of another
+        format. If it is unknown whether the handle was locked, call `release`.
         """
         is_new = lock and self.lock(name)
         try:
@@ -174,9 +176,9 @@ class StateHandleStore:
             raise
 
     def get_all(self, *, lock: bool = False) -> tuple[list[Handle], dict[str, RecoveryError]]:
-        """Returns all handles, by name, and the errors of those that cannot be read.
+        """Returns all readable handles, and the errors for the unreadable handles, by name.
 
-        These are neither deleted nor locked.
+        Unreadable handles are neither deleted nor locked.
         """
         handles: list[Handle] = []
         unreadable: dict[str, RecoveryError] = {}
@@ -224,7 +226,7 @@ class StateHandleStore:
         return True
 
     def release(self, name: str) -> None:
-        """Releases this session's lock on the handle, if it has one. Repeatable."""
+        """Releases this session's lock on the handle, if it has one. Idempotent."""
         with _ignored_conflicts("missing"):
             self._store.transact(Delete(self._own_lock(self._key(name))))
 
@@ -240,9 +242,9 @@ class StateHandleStore:
     def remove(self, name: str, also: Sequence[Operation] = ()) -> bool:
         """Removes a handle and its state: marks it, applies `also`, deletes the state, then deletes the reference.
 
-        Repeatable at each step. Returns true if this call marked the handle. Returns false, and does not apply `also`,
-        if the handle was already marked or does not exist. Raises `HandleError` if other sessions use it; this
-        session's own lock is released then.
+        After an error at any step, it can be called again. Returns true if this call marked the handle. Returns false,
+        and does not apply `also`, if the handle was already marked or does not exist. If other sessions use the handle,
+        this releases only this session's own lock, and raises `HandleError`.
         """
         marked = self._mark(name, also)
         self.finish_removal(name)
@@ -268,7 +270,7 @@ class StateHandleStore:
         _for_each(self._all_names(), self.remove)
 
     def clear(self) -> None:
-        """Deletes all references and leaves the states to `sweep`, so it works without the storage.
+        """Deletes all references, and leaves the states to `sweep`. So this works while the storage is unavailable.
 
         Handles that other sessions use are kept. Raises the first error, with the others as its notes.
         """
@@ -306,7 +308,7 @@ class StateHandleStore:
         key = self._key(name)
 
         def try_read() -> Handle | RecoveryError | None:
-            # The locks are read first, so the entry is the handle at that moment or a later version of it.
+            # The locks are read first, so the entry is the handle's version at that time or a later one.
             locks = self._store.read(f"{key}/locks")
             entry = self._store.read(key)
             if locks is None or entry is None:
@@ -316,8 +318,7 @@ class StateHandleStore:
                 return Handle(name, entry.version, self._storage.read(reference), reference)
             except (StateStorageError, StoreUnsupported) as error:
                 unreadable: RecoveryError = error
-            # If another session has replaced or removed the handle in the meantime, ignore the error and read
-            # again.
+            # If another session has replaced or removed the handle in the meantime, ignore the error and read again.
             unchanged = self._store.read(key) == entry and self._store.read(f"{key}/locks") is not None
             return unreadable if unchanged else None
 
@@ -353,13 +354,13 @@ class StateHandleStore:
         )
 
     def _marked(self, key: str) -> Entry | None:
-        """Returns the entry if it is marked for removal. Its state is not in use and never will be."""
+        """Returns the entry if it is marked for removal. Then nothing uses its state, or ever will."""
         entry = self._store.read(key)
         return entry if self._store.read(f"{key}/locks") is None else None
 
     def _delete_reference(self, key: str, entry: Entry) -> None:
-        # Another session may have finished this removal and added the handle again: then it has children or another
-        # version.
+        # If another session has finished this removal and added the handle again, the new handle has children or
+        # another version.
         with _ignored_conflicts("missing", "not empty", "version"):
             self._store.transact(Delete(key, entry.version))
 

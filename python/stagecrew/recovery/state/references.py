@@ -1,4 +1,4 @@
-"""References: how an entry of the store refers to a state in the storage."""
+"""References: entries of the store whose values refer to states in the storage."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def decode_fields(key: str, value: bytes) -> dict[str, Any]:
         ) from None
     if found != FORMAT:
         raise StoreUnsupported(
-            f"the value of {key} has format {found!r}, and this stagecrew supports format {FORMAT}: use the version of "
-            f"stagecrew that wrote it"
+            f"the value of {key} has format {found!r}, but this version of stagecrew supports only format {FORMAT}: "
+            "use the version that wrote it"
         )
     return dict(fields)

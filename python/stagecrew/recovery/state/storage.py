@@ -1,6 +1,6 @@
 """The state storage: the bytes of states on any file system that `pyarrow.fs` supports.
 
-References are stored elsewhere.
+The references to the states are in the coordination store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Reference", "StateStorage", "StoredState"]
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """The name of a state that was written, and how to verify that it is complete."""
+    """The name of a stored state, with its length and SHA-256, which prove that the state is complete."""
 
     #: Relative to the folder of the storage, so it stays valid when the storage is moved or copied.
     name: str
@@ -36,7 +36,10 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class StoredState:
-    """A file of the storage. `modified` is by the storage's own clock, and None if the storage does not report it."""
+    """A file of the storage.
+
+    `modified` is a time of the storage's own clock, or None if the storage does not report it.
+    """
 
     name: str
     length: int
@@ -44,18 +47,20 @@ class StoredState:
 
 
 class StateStorage:
-    """States at a path or URI (`/path`, `file://`, `s3://`, `gs://`, `hdfs://`), or in a folder of a given file system.
+    """Stores states at a path or URI (`/path`, `file://`, `s3://`, `gs://`, `hdfs://`), or in a given file system.
 
     Guarantees:
 
-    * When `write` returns, the state is complete and closed; on a local disk it is also synced. It never changes after
-      that.
+    * When `write` returns, the state's file is complete and closed; on a local disk, it is also synced. The file never
+      changes after that.
     * `read` returns exactly the bytes that were written.
     * Only `discard` deletes states.
 
-    Not promised: a failed `write` may leave a file, which a sweep deletes. Files and folders on a local disk are
-    readable only by their owner. Elsewhere, the access control of the storage decides who can read states. A local
-    folder must exist, so that an unmounted disk is not mistaken for an empty storage.
+    Not promised: a failed `write` can leave a file, which a sweep deletes.
+
+    Files and folders on a local disk are readable only by their owner. Elsewhere, the access control of the storage
+    decides who can read states. A local folder must exist, so that an unmounted disk is not mistaken for an empty
+    storage.
     """
 
     def __init__(self, uri: str | os.PathLike[str], filesystem: pyarrow.fs.FileSystem | None = None) -> None:
@@ -68,7 +73,7 @@ class StateStorage:
         try:
             self._filesystem, path = file_system(text, filesystem)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, TypeError):
-            # The cause repeats the URI, which may contain a secret, so it is not shown.
+            # The cause is not shown, because it repeats the URI, which can contain a secret.
             raise ConfigurationError(
                 f"{self._where} is not the address of a state storage: use a path, or a URI of file, s3, gs or hdfs "
                 "with its special characters quoted"
@@ -111,14 +116,15 @@ class StateStorage:
                         stream.write(data)
             except BaseException:
                 with contextlib.suppress(OSError, pa.ArrowException):
-                    self._filesystem.delete_file(path)  # the name is unique, so this is our own file
+                    self._filesystem.delete_file(path)  # the name is unique, so no other process wrote this file
                 raise
         return Reference(name, len(data), hashlib.sha256(data).hexdigest())
 
     def read(self, reference: Reference) -> bytes:
         """Returns the state.
 
-        Raises `StateCorrupt` if it is not what was written, `StateStorageError` if it cannot be read.
+        Raises `StateCorrupt` if the state is missing or has changed since it was written, and `StateStorageError` if it
+        cannot be read.
         """
         name = _checked(reference.name)
         try:
@@ -130,7 +136,7 @@ class StateStorage:
         except StateStorageError as error:
             if isinstance(error.__cause__, FileNotFoundError) and self._folder_exists():
                 raise StateCorrupt(
-                    f"state {name} in {self._where} does not exist any more: restore a copy, or remove its handle"
+                    f"state {name} in {self._where} no longer exists: restore a copy, or remove its handle"
                 ) from error
             raise
         if len(data) != reference.length:
@@ -147,7 +153,7 @@ class StateStorage:
         return data
 
     def discard(self, state: Reference | StoredState) -> None:
-        """Deletes a state, or does nothing if it does not exist. Raises `StateStorageError`; then call it again."""
+        """Deletes a state if it exists. After a `StateStorageError`, this can be called again."""
         name = _checked(state.name)
         with (
             self._translated_errors(f"state {name} could not be deleted from"),
@@ -167,7 +173,7 @@ class StateStorage:
         ]
 
     def now(self, folder: str) -> float:
-        """Returns the time of the storage's clock, which dates its files. To find it out, writes a file."""
+        """Returns the time of the storage's own clock, which dates its files. To read it, this writes a file."""
         probe = self.write("clock", b"", folder)
         try:
             with self._translated_errors("the time could not be read from"):
@@ -185,7 +191,7 @@ class StateStorage:
         return posixpath.join(self._folder, name)
 
     def _create_folder(self, folder: str) -> None:
-        """Creates and syncs a local folder, accessible by its owner only."""
+        """Creates and syncs a local folder that only its owner can access."""
         path = self._folder
         for part in [part for part in folder.split("/") if part]:
             parent, path = path, posixpath.join(path, part)
@@ -197,7 +203,7 @@ class StateStorage:
             self._synced_folders.add(path)
 
     def _folder_exists(self) -> bool:
-        """Returns whether the folder of the storage exists. It does not exist if its disk is not mounted."""
+        """Returns whether the folder of the storage exists. While its disk is not mounted, it does not."""
         with contextlib.suppress(OSError, pa.ArrowException):
             return bool(self._filesystem.get_file_info(self._folder).type == pyarrow.fs.FileType.Directory)
         return False
@@ -225,7 +231,7 @@ def _write_local(path: str, data: bytes) -> None:
 
 
 def _checked(name: str) -> str:
-    """Returns the name if it stays inside the folder of the storage. A stored reference may contain anything."""
+    """Returns the name if it stays inside the storage's folder. A damaged reference can contain any name."""
     if not all(part not in ("", ".", "..") and part.isprintable() and "\\" not in part for part in name.split("/")):
         raise StateCorrupt(f"{name!r} is not the name of a state: the reference to it is damaged; remove its handle")
     return name

@@ -1,4 +1,4 @@
-"""Garbage collection of states: deletes the states that nothing refers to, which dead writers have left."""
+"""Garbage collection of states: deletes states that nothing refers to, such as those that dead writers have left."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def sweep(
 ) -> SweepReport:
     """Deletes the states of these roots that nothing refers to and that are older than `grace` seconds.
 
-    A state that is or will be referenced is never deleted, whatever writers do at the same time, and with any grace: a
-    writer whose state the sweep may have found writes it again. The sweep also finishes removals that were interrupted.
-    It is repeatable at each step.
+    A state that is or will be referenced is never deleted, whatever writers do at the same time, even if `grace` is 0:
+    if a sweep has found the unreferenced state of a writer, the writer writes the state again. The sweep also finishes
+    interrupted removals. After an error at any step, it can be run again.
 
     If a reference of a root cannot be read, nothing of that root is deleted, because it is unknown which state is
     referenced. States of other roots, and of other stores in the same storage, are not touched. The age of a state is
@@ -80,8 +80,8 @@ def _sweep_root(
 ) -> None:
     """Advances the generation between two audits of the references.
 
-    A writer that read the old generation cannot refer to its state any more. A writer that reads the new one writes a
-    state that is not among the old ones.
+    A writer that read the previous generation can no longer refer to its state. A writer that reads the new generation
+    writes a state that is not in `old`.
     """
     orphans = _orphans(handles.audit(), old)
     if not orphans:

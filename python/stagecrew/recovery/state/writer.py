@@ -1,4 +1,4 @@
-"""Writes of state handles: first the state, then one transaction, which is applied once even if it is repeated."""
+"""Writes states, and then the handles that refer to them, in a transaction that is applied once even if repeated."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ MAX_TRIES: Final = 20
 
 
 class PreparedState:
-    """A state that will be written to a handle. If a session passes it to `add` or `replace` again, it is written once.
+    """A state for one handle. If a session passes it to `add` or `replace` again, it is still written only once.
 
-    Use it to repeat a write whose outcome is unknown. It belongs to one handle and to one thread at a time. After that
-    session has ended, another session may add it again, even if it was added before and then removed by others. To
+    Use it to repeat a write whose outcome is unknown. Only one thread may use it at a time. After the session has
+    ended, another session can add the state again, even if it was added before and others have removed it since. To
     prevent this, create a separate entry in `also`.
     """
 
@@ -49,13 +49,14 @@ class PreparedState:
         self.data = bytes(data)
         self.token = uuid.uuid4().hex
         self.key: str | None = None
+        #: Whether the write was applied.
         self.done = False
         #: Whether an earlier try may have been applied.
         self.unknown = False
         self.generation: Generation | None = None
         self.slot: WriterSlot | None = None
         self.reference: Reference | None = None
-        #: The value that a `replace` replaces by this state.
+        #: The value of the handle that a `replace` replaces.
         self.old: bytes | None = None
 
     def __repr__(self) -> str:
@@ -64,23 +65,23 @@ class PreparedState:
 
 @dataclasses.dataclass(frozen=True)
 class WriterSlot:
-    """An ephemeral entry of this session, at a version. A transaction that replaces it is applied at most once.
+    """An ephemeral entry of this session, at one version. A transaction that replaces it is applied at most once.
 
-    Without it, this could happen: the response to an `add` is lost, others remove the handle, the `add` is repeated,
-    and it creates a reference whose state is deleted.
+    Without a slot, this could happen: the response to an `add` is lost, others remove the handle and its state, and the
+    repeated `add` creates a reference to the deleted state.
     """
 
     key: str
     version: int
 
 
-#: The unused slots of each store. It has one entry per concurrent write, for all roots together.
+#: The unused slots of each store, shared by all roots. There are as many as there were writes at the same time.
 _SLOTS: Final[weakref.WeakKeyDictionary[Store, collections.deque[WriterSlot]]] = weakref.WeakKeyDictionary()
 _SLOTS_LOCK: Final = threading.Lock()
 
 
 class HandleWriter:
-    """The writes of one session to the handles of one root."""
+    """Writes the handles of one root in one session."""
 
     def __init__(self, store: Store, storage: StateStorage, root: str) -> None:
         self._store, self._storage, self._root = store, storage, root
@@ -89,7 +90,10 @@ class HandleWriter:
         self._ready = False
 
     def transact_once(self, operations: Sequence[Operation], also: Sequence[Operation]) -> None:
-        """Applies a transaction once, even if the store repeats it. `StoreConflict.index` counts in `operations`."""
+        """Applies a transaction once, even if the store repeats it.
+
+        `StoreConflict.index` counts through `operations` and then `also`; -1 is the writer slot.
+        """
         slot, token = self._take_slot(), uuid.uuid4().hex
         try:
             self._transact(slot, token, "", [*operations, *also])
@@ -110,7 +114,7 @@ class HandleWriter:
     ) -> None:
         """Writes the state, then applies the operations of `change(reference)` and `also` in one transaction.
 
-        `on_conflict` gets the operation of the change that failed. If it returns, the write is tried again.
+        If an operation of the change fails, `on_conflict` gets the conflict. If it returns, the write is tried again.
         """
         if state.key not in (None, key):
             raise ConfigurationError(
@@ -137,7 +141,7 @@ class HandleWriter:
         """Returns true if the state is written, or None if the write must be tried again."""
         if state.done:
             return True
-        slot, generation, reference = self._stored(state, name)
+        slot, generation, reference = self._ensure_stored(state, name)
         changes = change(encode_reference(reference, state.token))
         try:
             self._transact(slot, state.token, key, [Check(GENERATION, generation.number), *changes, *also])
@@ -164,7 +168,7 @@ class HandleWriter:
         changes: int,
         on_conflict: Callable[[StoreConflict], None],
     ) -> None:
-        """Returns if the write can be tried again."""
+        """Returns if the write can be tried again. Otherwise discards the state and raises the final error."""
         index = error.index - 1
         interfered = index < 0  # a sweep, or the slot was deleted with the session of an earlier try
         state.slot = None if error.index < 0 else slot
@@ -179,15 +183,15 @@ class HandleWriter:
         if interfered:
             self._discard(state)
 
-    def _stored(self, state: PreparedState, name: str) -> tuple[WriterSlot, Generation, Reference]:
-        """Writes the state to the storage, unless that is done.
+    def _ensure_stored(self, state: PreparedState, name: str) -> tuple[WriterSlot, Generation, Reference]:
+        """Writes the state to the storage, unless it is already written.
 
-        The generation is read before the state is written, so a sweep that may have found the state has advanced it
-        since then.
+        The generation is read before the state is written. So if a sweep finds the state before a handle refers to it,
+        the sweep advances the generation after this read, and the handle's transaction fails.
         """
         if state.slot is None or state.generation is None or state.reference is None:
             if not self._ready:
-                with self._nothing_written():
+                with self._unknown_as_unavailable():
                     self._store.ensure(self._root)
                 self._ready = True
             state.slot = self._take_slot()
@@ -200,7 +204,7 @@ class HandleWriter:
         return state.slot, state.generation, state.reference
 
     def _discard(self, state: PreparedState, error: BaseException | None = None) -> None:
-        """Deletes the state from the storage. Nothing refers to it, and nothing will."""
+        """Deletes the state from the storage. Nothing refers to it, or ever will."""
         slot, reference = state.slot, state.reference
         state.slot = state.generation = state.reference = None
         if slot is not None:
@@ -219,13 +223,14 @@ class HandleWriter:
             return self._slots.popleft()
         except IndexError:
             key = f"{_WRITERS}/{uuid.uuid4().hex}"
-        with self._nothing_written():
+        with self._unknown_as_unavailable():
             self._store.ensure(_WRITERS)
             self._store.transact(Create(key, ephemeral=True))
         return WriterSlot(key, 0)
 
     @contextlib.contextmanager
-    def _nothing_written(self) -> Iterator[None]:
+    def _unknown_as_unavailable(self) -> Iterator[None]:
+        """Raises `StoreUnavailable` for an unknown outcome, because repeating such a preparation does no harm."""
         try:
             yield
         except PossiblyInconsistentError as error:
@@ -250,6 +255,6 @@ class HandleWriter:
         entry = self._store.read(slot.key)
         if entry is not None:
             return entry.value == token.encode()
-        # The slot was deleted with its session, whose requests cannot be applied any more.
+        # The slot was deleted with its session, whose requests can no longer be applied.
         written = self._store.read(key) if key else None
         return written is not None and token.encode() in written.value

@@ -1,4 +1,4 @@
-"""Coordination stores: their contract, and its implementations on SQLite and ZooKeeper."""
+"""Coordination stores: the contract of a store, and its implementations on SQLite and ZooKeeper."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from stagecrew.recovery.stores.contract import Store
 
 __all__ = ["CREDENTIALS", "open_store"]
 
-#: The environment variable that holds `user:password` for ZooKeeper. With the suffix `_FILE`, it holds the path of a
-#: file.
+#: The environment variable that contains `user:password` for ZooKeeper. The variable with the additional suffix `_FILE`
+#: contains the path of a file that contains it.
 CREDENTIALS: Final = "STAGECREW_STORE_CREDENTIALS"
 
 _FORMS: Final = "write sqlite:///path, or zookeeper://host:port,host2:port/chroot"
@@ -23,12 +23,12 @@ def open_store(url: str, environment: Mapping[str, str] = os.environ) -> Store:
     """Opens a new session at the store with this URL.
 
     * `sqlite:///var/lib/crew.db` serves processes on one host. The path is absolute.
-    * `zookeeper://host:port,host2:port/chroot` takes these options after a `?`: `timeout` (of a session, in seconds),
+    * `zookeeper://host:port,host2:port/chroot` accepts these options after a `?`: `timeout` (of a session, in seconds),
       and for TLS `ca`, `certfile`, `keyfile` (paths) and `verify` (false accepts any server). Any of the TLS options
       turns TLS on.
 
-    URLs are logged, so a URL must not contain credentials. `STAGECREW_STORE_CREDENTIALS` holds `user:password` for
-    ZooKeeper, or `STAGECREW_STORE_CREDENTIALS_FILE` holds the path of a file that contains it.
+    URLs are logged, so a URL must not contain credentials. Set `STAGECREW_STORE_CREDENTIALS` to `user:password` for
+    ZooKeeper, or `STAGECREW_STORE_CREDENTIALS_FILE` to the path of a file that contains it.
     """
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in ("sqlite", "zookeeper"):
@@ -38,10 +38,10 @@ def open_store(url: str, environment: Mapping[str, str] = os.environ) -> Store:
     place, _, query = rest.partition("?")
     hosts, slash, path = place.partition("/")
     path = urllib.parse.unquote(path)
-    # A password may contain a slash or a question mark. A path on this host has no credentials.
+    # A password can contain a slash or a question mark. In the path of a database, an @ is not a sign of credentials.
     if "@" in (hosts if scheme == "sqlite" else rest):
         raise ConfigurationError(
-            f"the URL of the store contains credentials, and URLs are logged: set {CREDENTIALS} instead"
+            f"the URL of the store contains credentials, but URLs are logged: set {CREDENTIALS} instead"
         )
     if scheme == "sqlite":
         if hosts or query or not path.strip("/") or path.endswith("/"):

@@ -1,4 +1,4 @@
-"""The interface of a coordination store: a tree of small entries, which sessions change by transactions."""
+"""The interface of a coordination store: a tree of small entries, which sessions change through transactions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 #: coordinators in checkpoints and the records of commits, and added the indexes of open and ended jobs.
 FORMAT: Final = 2
 
-#: The largest value of an entry, in bytes. An entry is a small reference; ZooKeeper limits a whole request to 1 MiB.
+#: The size of the largest value, in bytes. Values are small references; ZooKeeper limits a whole request to 1 MiB.
 MAX_VALUE_BYTES: Final = 64 << 10
 
 
@@ -85,7 +85,7 @@ class Store(Protocol):
     """One session at a coordination store. Any thread of one process can use it; its forks cannot.
 
     Keys are paths such as `jobs/nightly`. Each part between slashes is a word of the program or the result of
-    `encode_segment`. The root has no entry. A value has at most 64 KiB.
+    `encode_segment`. The root has no entry. A value is at most 64 KiB.
 
     Guarantees:
 
@@ -93,12 +93,11 @@ class Store(Protocol):
       any session before it was sent.
     * A session reads its own writes. The first read of a session is never older than a response that any session
       received before this session began.
-    * Ephemeral entries of a session are deleted some time after its process dies or calls `close`: at once in a store
-      on one host, after the session timeout in ZooKeeper. From then on no write of that session is applied, even if its
-      process was only paused.
+    * When the process of a session dies or calls `close`, the session's ephemeral entries are deleted. After a death,
+      SQLite deletes them immediately, and ZooKeeper after the session timeout. From then on, no write of that session
+      is applied, even if its process was only paused.
 
-    Not promised: the session of a live process may end. Reads of several keys outside a transaction may see changes in
-    different orders.
+    Not promised: the session of a live process can end. Reads of several keys can see changes in different orders.
     """
 
     @property
@@ -120,7 +119,7 @@ class Store(Protocol):
         """Whether the connection is down or the session has ended. Work that needs a live session must stop."""
 
     def ensure(self, *keys: str) -> None:
-        """Creates those of these permanent entries and of their parents that do not exist.
+        """Creates these permanent entries and their parents, unless they exist.
 
         Raises the same errors as `transact`.
         """
@@ -129,7 +128,7 @@ class Store(Protocol):
         """Returns the entry, or None if it does not exist. Raises `StoreUnavailable`, `SessionLost`."""
 
     def children(self, key: str) -> list[str]:
-        """Returns the last parts of the child keys, sorted. Empty if the entry does not exist.
+        """Returns the last segments of the child keys, sorted. Empty if the entry does not exist.
 
         Raises the same errors as `read`.
         """
@@ -137,24 +136,24 @@ class Store(Protocol):
     def transact(self, *operations: Operation) -> list[int | None]:
         """Applies all operations or none. Returns the new version of each key, None for a `Delete`.
 
-        The store repeats a lost request for some seconds. If the repeated request finds the effect of the first one,
-        the transaction counts as applied. So the values of `Create` and `Replace` should be unique, for example contain
-        a uuid.
+        If a response is lost, the store repeats the request for some seconds. If the repeated request finds the effect
+        of the first, the transaction counts as applied. So the values of `Create` and `Replace` should be unique, for
+        example by containing a UUID.
 
         Nothing was applied, not even by an earlier repetition, if this raises `StoreConflict` (with the index of the
-        operation that failed and the reason), `StoreUnavailable`, `SessionLost` or `StoreRefused` (no access, or an
-        entry that is too large). The outcome is unknown if it raises `PossiblyInconsistentError`.
+        operation that failed and the reason), `StoreUnavailable`, `SessionLost` or `StoreRefused` (no access, no
+        space, or too much data). The outcome is unknown if it raises `PossiblyInconsistentError`.
         """
 
     def close(self) -> None:
-        """Ends the session and deletes its ephemeral entries, within some seconds. Repeatable."""
+        """Ends the session and deletes its ephemeral entries, within some seconds. Idempotent."""
 
 
 _SAFE: Final = re.compile(r"[A-Za-z0-9_.~-]+")
 
 
 def encode_segment(text: str) -> str:
-    """Encodes any text as one part of a key. `decode_segment` is the inverse.
+    """Encodes any text as one segment of a key. `decode_segment` is the inverse.
 
     >>> encode_segment("orders/2026 …")
     'orders%2F2026%20%E2%80%A6'

@@ -1,4 +1,4 @@
-"""Validation of transactions before they are sent, and the errors that every store raises for them."""
+"""Validation of transactions before they are sent, and errors that all stores share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stagecrew.recovery.stores.contract import (
 
 __all__ = ["MAX_TRANSACTION_BYTES", "check_transaction", "conflict_error", "ensure_entries", "format_error"]
 
-#: The largest transaction. ZooKeeper closes the connection of a client that sends more than 1 MiB.
+#: The size of the largest transaction, in bytes. ZooKeeper closes the connection of a client that sends over 1 MiB.
 MAX_TRANSACTION_BYTES: Final = 768 << 10
 #: The maximum number of bytes of an operation in addition to its key and value, for its header and access control list.
 _OPERATION_OVERHEAD: Final = 256
@@ -75,7 +75,7 @@ _REASONS: Final = {
 
 
 def conflict_error(operations: Sequence[Operation], index: int, why: str) -> StoreConflict:
-    """Returns the error for the operation that failed. It does not show values, which may be secrets."""
+    """Returns the error for the operation that failed. It does not show values, because they can be secrets."""
     operation = operations[index]
     version = "" if isinstance(operation, Create) or operation.version is None else f" of version {operation.version}"
     verb = {"Create": "create", "Replace": "replace", "Delete": "delete", "Check": "check"}[type(operation).__name__]
@@ -94,17 +94,17 @@ def format_error(where: str, found: str) -> StoreUnsupported:
         else ("An older", "Finish its jobs with that version, or use another store")
     )
     return StoreUnsupported(
-        f"{where} has format {found or '0'}, and this stagecrew supports format {FORMAT}. {writer} stagecrew wrote "
-        f"it; it was not changed. {remedy}"
+        f"{where} has format {found or '0'}, but this version of stagecrew supports only format {FORMAT}. {writer} "
+        f"stagecrew wrote it; it was not changed. {remedy}"
     )
 
 
 def ensure_entries(store: Store, keys: Sequence[str]) -> None:
     """Implements `Store.ensure`: creates all missing entries in one transaction, and retries after a conflict."""
-    wanted = dict.fromkeys(one for key in keys for one in (*parents(checked_key(key)), key))
+    with_parents = dict.fromkeys(one for key in keys for one in (*parents(checked_key(key)), key))
 
     def create_missing() -> None:
-        if missing := [key for key in wanted if store.read(key) is None]:
+        if missing := [key for key in with_parents if store.read(key) is None]:
             store.transact(*map(Create, missing))
 
     retry_on(create_missing, StoreConflict, tries=_ENSURE_TRIES)

@@ -1,4 +1,4 @@
-"""The database file of a SQLite store: how it is created, checked, locked in transactions, and what its errors mean."""
+"""The database file of a SQLite store: creates and checks it, runs transactions, and translates errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stagecrew.recovery.stores.validation import format_error
 
 __all__ = ["Database", "Transaction", "TranslatedErrors"]
 
-#: Marks the database as one of stagecrew, in its header. The header also has the format, as `user_version`.
+#: Identifies stagecrew's databases, in the header of the file. The header also contains the format, as `user_version`.
 _APPLICATION_ID: Final = 0x63726577  # "crew"
 
 _SCHEMA: Final = (
@@ -35,9 +35,9 @@ _SCHEMA: Final = (
     f"PRAGMA user_version = {FORMAT}",
 )
 _ANY_TABLE: Final = "SELECT 1 FROM sqlite_master LIMIT 1"
-#: How often a new connection tries to switch to the write-ahead log while another one does the same, in seconds.
+#: How often a new connection tries to switch to the write-ahead log while another connection does the same, in seconds.
 _BUSY_PAUSE: Final = 0.01
-#: Operating system errors that a retry does not solve: EACCES, ENOSPC, EROFS, EDQUOT.
+#: Operating system errors that do not go away by themselves: EACCES, ENOSPC, EROFS, EDQUOT.
 _REFUSED_ERRNOS: Final = frozenset({13, 28, 30, 122})
 
 
@@ -87,7 +87,7 @@ class Database:
                 self.connection.execute("ROLLBACK")
 
     def translate(self, error: sqlite3.Error | OSError) -> StoreError | ConfigurationError:
-        """Returns the error of a store for an error of SQLite or of the disk."""
+        """Translates an error of SQLite or of the disk into the error that a store raises."""
         if isinstance(error, FileNotFoundError):
             return ConfigurationError(f"the folder of {self.path} does not exist: create it")
         if isinstance(error, OSError):
@@ -100,11 +100,11 @@ class Database:
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return StoreUnavailable(
                 f"another process has held {self.path} for {self.call_timeout:g} s: nothing was changed; check "
-                "whether that process is stopped"
+                "whether that process is suspended"
             )
         if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
             return StoreUnsupported(
-                f"{self.path} is damaged or not a database ({error}): it was not changed; replace it by a backup"
+                f"{self.path} is damaged or not a database ({error}): it was not changed; replace it with a backup"
             )
         if code == sqlite3.SQLITE_FULL:
             return StoreRefused(f"no room is left for {self.path} ({error}): nothing was changed; free disk space")
@@ -116,9 +116,9 @@ class Database:
         return StoreUnavailable(f"{self.path} cannot be used ({error}): nothing was changed; try again")
 
     def _create_file(self) -> None:
-        """Creates the file by a link.
+        """Creates the file as a link to an empty temporary file.
 
-        Opening and closing it would release the locks of this process's other sessions.
+        To open and close the database file itself would release the locks of this process's other sessions.
         """
         if self.identity() is not None:
             return
@@ -133,8 +133,8 @@ class Database:
     def _check_write_ahead_log(self) -> None:
         """Refuses a database of another format before a normal connection opens its write-ahead log.
 
-        The last normal connection that closes copies the log into the database and deletes it. A read-only connection
-        does not.
+        When the last normal connection closes, it copies the log into the database and deletes the log. A read-only
+        connection does not.
         """
         with contextlib.suppress(FileNotFoundError):
             if os.stat(f"{self.path}-wal").st_size:  # noqa: PTH116
@@ -145,7 +145,7 @@ class Database:
 
     def _prepare(self) -> None:
         """Switches to the write-ahead log and creates the tables of a new database."""
-        # SQLite itself does not wait for other connections that make the same change.
+        # SQLite itself does not wait for another connection that makes the same change.
         mode = retry_when(
             self._use_write_ahead_log,
             lambda error: isinstance(error, sqlite3.OperationalError) and _code(error) == sqlite3.SQLITE_BUSY,
@@ -170,9 +170,9 @@ class Database:
     def _is_new(self, connection: sqlite3.Connection) -> bool:
         """Returns whether the database has no tables.
 
-        Raises `StoreUnsupported` if it is another program's, or another format.
+        Raises `StoreUnsupported` if it belongs to another program or has another format.
         """
-        # The three statements share one transaction, because another process may create the tables right now.
+        # The three statements share one transaction, because another process can be creating the tables.
         own_transaction = not connection.in_transaction
         if own_transaction:
             connection.execute("BEGIN")
@@ -194,11 +194,11 @@ class Database:
         return False
 
 
-# These context managers are classes, because the overhead of generators would be measurable in each transaction.
+# These context managers are classes, because generators would measurably slow down each transaction.
 
 
 class TranslatedErrors:
-    """Raises errors of SQLite and of the disk as errors of a store."""
+    """Translates errors of SQLite and of the disk into errors of a store. See `Database.translate`."""
 
     __slots__ = ("_database",)
 
@@ -216,7 +216,7 @@ class TranslatedErrors:
 class Transaction:
     """A write transaction: committed at the end of the block, rolled back after an exception.
 
-    `unknown` is the error to raise if the commit fails in a way that leaves its outcome unknown.
+    `unknown` is the type of error to raise if a failed commit leaves its outcome unknown.
     """
 
     __slots__ = ("_database", "_unknown")

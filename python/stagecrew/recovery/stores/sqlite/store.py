@@ -1,4 +1,4 @@
-"""A store for the processes of one host: a SQLite database, and a locked file for each session next to it."""
+"""A store for the processes of one host: a SQLite database, and next to it a locked file for each session."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["SQLiteStore"]
 
 _T = TypeVar("_T")
 
-# Usually no other session needs to be checked, and each operation is one statement.
+# Each operation is one statement, unless it must check whether another session is alive, or has a conflict.
 _CREATE: Final = """INSERT OR IGNORE INTO entries (parent, name, value, version, session) SELECT ?1, ?2, ?3, 0, ?4
     WHERE ?1 = '' OR EXISTS (SELECT 1 FROM entries WHERE parent = ?5 AND name = ?6 AND session IS NULL)"""
 _REPLACE: Final = """UPDATE entries SET value = ?, version = version + 1
@@ -29,13 +29,13 @@ _UPDATE: Final = "UPDATE entries SET value = ?, version = version + 1 WHERE pare
 _DELETE: Final = "DELETE FROM entries WHERE parent = ? AND name = ?"
 _CHILD_SESSIONS: Final = "SELECT session FROM entries WHERE parent = ?"
 _SESSION: Final = "SELECT 1 FROM sessions WHERE name = ?"
-# These also read the row of this session, in the same statement: if the session has ended, the data may be stale.
+# These also read the row of this session in the same statement, because the data can be stale if the session has ended.
 _READ_LIVE: Final = """SELECT value, version, session FROM sessions LEFT JOIN
     (SELECT value, version, session FROM entries WHERE parent = ? AND name = ?) WHERE sessions.name = ?"""
 _CHILDREN_LIVE: Final = """SELECT child, session FROM sessions LEFT JOIN
     (SELECT name AS child, session FROM entries WHERE parent = ?) WHERE sessions.name = ? ORDER BY child"""
 
-_CLOSED: Final = "the session is closed: open a store"
+_CLOSED: Final = "the session is closed: open the store again"
 #: How many seconds `close` waits for transactions of other sessions.
 _CLOSE_TIMEOUT: Final = 3.0
 
@@ -43,11 +43,11 @@ _CLOSE_TIMEOUT: Final = 3.0
 class SQLiteStore:
     """A `Store` in a SQLite database on a local disk. All processes that use it must run on the host of this disk.
 
-    A session ends only when its process ends: each session locks a file next to the database while it lives. A stopped
-    process (SIGSTOP) is alive. If a session finds an entry of a dead session, it deletes all entries of the dead
-    session.
+    While a session is alive, it locks a file next to the database. So it ends only when its process ends, or by
+    `close`. A suspended process (SIGSTOP) is alive. If a session finds an entry of a dead session, it deletes all
+    entries of the dead session.
 
-    Not promised: a child that was not forked by Python may keep the session alive after the parent has died (see
+    Not promised: a child that was not forked by Python can keep the session alive after the parent has died (see
     `SessionFile`).
     """
 
@@ -64,7 +64,7 @@ class SQLiteStore:
         self._call_timeout = call_timeout
         self._process = os.getpid()
         self._lock = threading.Lock()
-        #: Why the session has ended, or None while it lives.
+        #: Why the session has ended; None while it is alive.
         self._ended: str | None = None
         kind = filesystem(os.path.dirname(self._path), mounts)  # noqa: PTH120
         if shared(kind):
@@ -134,7 +134,7 @@ class SQLiteStore:
                     self._connection.execute(f"PRAGMA busy_timeout = {milliseconds}")
                     self._remove_session(self.session)
             self._ended = _CLOSED
-            self._file.release()  # if entries are left, other sessions see that this one is dead and delete them
+            self._file.release()  # other sessions then see that this session is dead, and delete any remaining entries
             if locked:
                 self._connection.close()
         finally:
@@ -150,8 +150,8 @@ class SQLiteStore:
         self._require_alive(row[2])
         return Entry(*row)
 
-    def _row(self, place: tuple[str, str]) -> tuple[bytes, int, str | None] | None:
-        row = self._connection.execute(_READ_LIVE, (*place, self.session)).fetchone()
+    def _row(self, row_key: tuple[str, str]) -> tuple[bytes, int, str | None] | None:
+        row = self._connection.execute(_READ_LIVE, (*row_key, self.session)).fetchone()
         if row is None:
             raise self._session_lost()
         return None if row[1] is None else row
@@ -174,14 +174,17 @@ class SQLiteStore:
 
     def _apply(self, operations: Sequence[Operation], index: int) -> int | None:
         operation, execute = operations[index], self._connection.execute
-        place = _parent_and_name(operation.key)
+        row_key = _parent_and_name(operation.key)
         if isinstance(operation, Create):
             owner = self.session if operation.ephemeral else None
-            if execute(_CREATE, (*place, operation.value, owner, *_parent_and_name(place[0]))).rowcount:
+            if execute(_CREATE, (*row_key, operation.value, owner, *_parent_and_name(row_key[0]))).rowcount:
                 return 0
-        if isinstance(operation, Replace) and execute(_REPLACE, (operation.value, *place, operation.version)).rowcount:
+        if (
+            isinstance(operation, Replace)
+            and execute(_REPLACE, (operation.value, *row_key, operation.version)).rowcount
+        ):
             return operation.version + 1
-        row = self._row(place)
+        row = self._row(row_key)
         if row is not None:
             self._require_alive(row[2])
         if isinstance(operation, Create):
@@ -197,9 +200,9 @@ class SQLiteStore:
             for (session,) in execute(_CHILD_SESSIONS, (operation.key,)):
                 self._require_alive(session)
                 raise conflict_error(operations, index, "not empty")
-            execute(_DELETE, place)
+            execute(_DELETE, row_key)
             return None
-        execute(_UPDATE, (operation.value, *place))
+        execute(_UPDATE, (operation.value, *row_key))
         return version + 1
 
     # -- Sessions
@@ -209,7 +212,7 @@ class SQLiteStore:
             raise _DeadSessionError(session)
 
     def _without_dead_sessions(self, work: Callable[[], _T]) -> _T:
-        """Runs the work. If it finds an entry of a dead session, deletes that session's entries and runs it again."""
+        """Runs `work`. If `work` finds an entry of a dead session, deletes that session's entries and runs it again."""
         while True:
             try:
                 return work()
@@ -233,15 +236,15 @@ class SQLiteStore:
     def _session_lost(self) -> SessionLost:
         self._ended = (
             f"session {self.session} at {self._path} has ended, because its file or its row was deleted: "
-            f"open another store"
+            "open the store again"
         )
         return SessionLost(self._ended)
 
     def _acquire(self) -> None:
         if os.getpid() != self._process:
             raise ConfigurationError(
-                f"the session at {self._path} belongs to process {self._process}, and this is a fork of it: open a "
-                "store here"
+                f"the session at {self._path} belongs to process {self._process}, but this is a fork of it: open the "
+                "store again in this process"
             )
         if not self._lock.acquire(timeout=self._call_timeout):
             raise StoreUnavailable(
@@ -253,7 +256,7 @@ class SQLiteStore:
         if self._ended is None and self._database.identity() != self._identity:
             self._ended = (
                 f"{self._path} was deleted or replaced, so the session has ended and its writes are gone: "
-                f"open another store"
+                "open the store again"
             )
         if self._ended is not None:
             raise SessionLost(self._ended)

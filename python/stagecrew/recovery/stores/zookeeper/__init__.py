@@ -1,4 +1,4 @@
-"""The store on ZooKeeper, for the processes of several hosts. kazoo is its client."""
+"""The store on ZooKeeper, for the processes of several hosts."""
 
 from stagecrew.recovery.stores.zookeeper.store import ZooKeeperStore
 

@@ -1,4 +1,4 @@
-"""The nodes of a store in ZooKeeper: its entries, its sessions, its format, and who may access them."""
+"""The nodes of a store in ZooKeeper: its entries, its sessions, its format and their access control."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMAT_PREFIX: Final = b"stagecrew store "
 
 
 def acl_of(credentials: str | None) -> list[Any]:
-    """Returns an access control list that allows everything to these credentials, or to everyone if they are None."""
+    """Returns an access control list (ACL) that gives these credentials all permissions; if None, everyone."""
     if credentials is None:
         return list(OPEN_ACL_UNSAFE)
     user, _, password = credentials.partition(":")
@@ -36,15 +36,17 @@ def prepare(session: ZooKeeperSession, root: str, acl: list[Any], where: str, de
         _check_format(session, root, where, deadline)
     parts = root.split("/")[1:]
     paths = ["/" + "/".join(parts[: number + 1]) for number in range(len(parts))]
-    # The node with the format is created last: if it exists, all the others exist.
+    # The node with the format is created last, so if it exists, all the others exist.
     for path in (*paths, f"{root}/sessions", f"{root}/entries"):
         if session.call(operator.methodcaller("exists_async", path), deadline) is None:
             _create(session, path, _FORMAT_PREFIX + b"%d" % FORMAT if path == f"{root}/entries" else b"", deadline)
     for path in (f"{root}/sessions", f"{root}/entries"):
         found, _ = session.call(operator.methodcaller("get_acls_async", path), deadline)
         if list(found) != acl:
-            raise StoreRefused(f"{where} is open to others than these credentials: use another path, or change its ACL")
-    _check_format(session, root, where, deadline)  # another process may have created the store in the meantime
+            raise StoreRefused(
+                f"{where} has an ACL that does not match these credentials: use another path, or change its ACL"
+            )
+    _check_format(session, root, where, deadline)  # another process can have created the store in the meantime
 
 
 def _check_format(session: ZooKeeperSession, root: str, where: str, deadline: float) -> None:
@@ -58,7 +60,7 @@ def _check_format(session: ZooKeeperSession, root: str, where: str, deadline: fl
 def register(session: ZooKeeperSession, root: str, deadline: float) -> str:
     """Creates the session's own ephemeral node and returns its path.
 
-    This is a write, so the session's later reads return the state at this point or a newer one.
+    This is a write, so everything that the session reads later is at least as new as this write.
     """
     path = f"{root}/sessions/{session.name}"
     _create(session, path, b"", deadline, ephemeral=True)

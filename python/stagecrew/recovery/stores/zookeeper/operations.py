@@ -1,4 +1,4 @@
-"""Converts operations of a store to operations of ZooKeeper, and errors of ZooKeeper to conflicts of a store."""
+"""Converts a store's operations to ZooKeeper's operations, and ZooKeeper's errors to the reasons of conflicts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Plan:
     steps: list[Callable[[Any], None]]
     #: The result of the transaction if it is applied: the version of each key.
     versions: list[int | None]
-    #: The indexes of checks of any version. Their current version was read before.
-    read: set[int]
+    #: The indexes of the checks that accept any version. They are sent with the version that was read beforehand.
+    any_version_checks: set[int]
 
     def add_to(self, transaction: Any) -> None:
         """Adds the operations to a transaction of kazoo."""
@@ -33,13 +33,13 @@ class Plan:
 def plan_transaction(
     operations: Sequence[Operation], path_of: Callable[[str], str], current_version: Callable[[str], int | None]
 ) -> Plan:
-    """Plans a transaction. `current_version` reads the version of a key, None if it does not exist.
+    """Plans a transaction. `current_version` reads the version of a key; it returns None if the key does not exist.
 
-    ZooKeeper does not return the version that it checks, so a check of any version is sent with the version that was
-    read.
+    ZooKeeper does not return the version that it checks. So a check that accepts any version is sent with the version
+    that was read.
     """
     plan = Plan([], [], set())
-    known: dict[str, int | None] = {}
+    planned: dict[str, int | None] = {}
     for index, operation in enumerate(operations):
         key, path = operation.key, path_of(operation.key)
         version: int | None
@@ -55,20 +55,20 @@ def plan_transaction(
                 plan.steps.append(operator.methodcaller("delete", path, -1 if before is None else before))
             case Check(version=before):
                 version = before
-                if before is None and known.get(key) is not None:
-                    version = known[key]
+                if before is None and planned.get(key) is not None:
+                    version = planned[key]
                 elif before is None:
-                    plan.read.add(index)
+                    plan.any_version_checks.add(index)
                     found = current_version(key)
                     version = _HIGHEST_VERSION if found is None else found
                 plan.steps.append(operator.methodcaller("check", path, version))
-        known[key] = version
+        planned[key] = version
         plan.versions.append(version)
     return plan
 
 
 def conflict_reason(operation: Operation, error: Exception) -> str | None:
-    """Returns the reason of a `StoreConflict` for an error of ZooKeeper, or None if the error is not a conflict."""
+    """Returns the reason for a `StoreConflict`, or None if ZooKeeper's error is not a conflict."""
     from kazoo import exceptions as kazoo
 
     match error:

@@ -1,4 +1,4 @@
-"""One ZooKeeper session on a kazoo client, which never opens a second session."""
+"""One ZooKeeper session on a kazoo client, which is kept from opening a second session."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
     "session_name",
 ]
 
-#: Responses after which a request was certainly not applied. After any other error it may still be applied.
+#: Responses that prove that a request was not applied. After any other error, it can still be applied later.
 _NOT_APPLIED: Final = (
     AuthFailedError, BadArgumentsError, BadVersionError, InvalidACLError, NoAuthError, NoChildrenForEphemeralsError,
     NodeExistsError, NoNodeError, NotEmptyError, QuotaExceededError,
@@ -50,8 +50,8 @@ _CHECK_PERIOD: Final = 0.2
 #: How many seconds `close` waits for the server's response, and then for kazoo's threads.
 _CLOSE_TIMEOUT: Final = 3.0
 
-# kazoo logs requests below INFO with credentials and values, and every attempt to connect, which our errors summarize.
-# So the filter drops the lower levels, and the handler keeps the rest silent where no logging is configured.
+# Below INFO, kazoo logs requests with credentials and values, so the filter drops these records. It also logs every
+# attempt to connect, which our errors summarize, so the handler keeps it silent unless logging is configured.
 _log = logging.getLogger("stagecrew.zookeeper")
 _log.addFilter(lambda record: record.levelno >= logging.INFO)
 _log.addHandler(logging.NullHandler())
@@ -66,7 +66,7 @@ class SessionEndedError(Exception):
 
 
 class NoResponseError(Exception):
-    """No response arrived. The request may have been applied, or may still be applied, unless `sent` is false."""
+    """No response arrived. Unless `sent` is false, the request may have been applied, or can still be applied later."""
 
     def __init__(self, message: str, sent: bool) -> None:
         super().__init__(message)
@@ -74,13 +74,13 @@ class NoResponseError(Exception):
 
 
 class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
-    """kazoo's threads, with connections for one session only."""
+    """kazoo's threads and connections, for one session only."""
 
     def __init__(self, session: ZooKeeperSession, context: ssl.SSLContext | None, connect_timeout: float) -> None:
         super().__init__()
         self._session, self._context, self._connect_timeout = session, context, connect_timeout
         self._socket: socket.socket | None = None
-        #: Why the last connection failed, and the error of the system.
+        #: Why there is no connection, and the operating system's error.
         self.problem = "no server was tried yet"
         self.cause: Exception | None = None
 
@@ -88,7 +88,7 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
         self, address: tuple[str, int], hostname: str | None = None, timeout: float | None = None, **options: Any
     ) -> socket.socket:
         if self._session.ended:
-            # kazoo would open a new session now, and the users of this session must not use it.
+            # kazoo would now open a new session, which the users of this session must not use.
             raise ConnectionAbortedError("the session has ended")
         try:
             connection = socket.create_connection(address, min(timeout or self._connect_timeout, self._connect_timeout))
@@ -100,7 +100,7 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
                 connection.close()
                 raise
         except (OSError, ValueError) as error:
-            # TLS raises ValueError for a name that it cannot verify; uncaught, it would end kazoo's thread.
+            # TLS raises ValueError for a host name that it cannot verify. If not caught, this would end kazoo's thread.
             self.record_problem(f"{hostname or address[0]}:{address[1]}: {error}", error)
             raise ConnectionError(self.problem) from error
         self.record_problem(f"{hostname or address[0]}:{address[1]} does not respond", None)
@@ -119,21 +119,21 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
 
 
 class _SequenceUpdate(SetData):  # type: ignore[misc]
-    """The first operation of a transaction. It knows whether it was sent, and can be withdrawn before that."""
+    """The first operation of a transaction. It records whether it was sent, and until then it can be withdrawn."""
 
     def __new__(cls, path: str, value: bytes, version: int) -> _SequenceUpdate:
-        made: _SequenceUpdate = super().__new__(cls, path, value, version)
-        made._lock, made._sent, made._withdrawn = threading.Lock(), False, False
-        return made
+        update: _SequenceUpdate = super().__new__(cls, path, value, version)
+        update._lock, update._sent, update._withdrawn = threading.Lock(), False, False
+        return update
 
     _lock: threading.Lock
     _sent: bool
     _withdrawn: bool
 
     def withdraw(self) -> bool:
-        """Returns whether the request was already sent.
+        """Withdraws the request, and returns whether it was already sent.
 
-        If not, kazoo may still send it, but the server will reject it.
+        If it was not, kazoo can still send it, but the server will reject it.
         """
         with self._lock:
             self._withdrawn = True
@@ -147,9 +147,9 @@ class _SequenceUpdate(SetData):  # type: ignore[misc]
 
 
 class ZooKeeperSession:
-    """A session that starts when it connects, and ends permanently when ZooKeeper ends it.
+    """A session that starts when it connects, and ends permanently when ZooKeeper or `close` ends it.
 
-    Listeners and threads of kazoo only set flags here. Everything else runs in the calling thread.
+    kazoo's listeners and threads only set flags here. Everything else runs in the calling thread.
     """
 
     def __init__(
@@ -172,12 +172,12 @@ class ZooKeeperSession:
 
     @property
     def ended(self) -> bool:
-        """Whether the session has ended, at the servers or by `close`."""
+        """Whether the session has ended, because ZooKeeper has ended it or `close` was called."""
         return self._ended.is_set()
 
     @property
     def connected(self) -> bool:
-        """Whether a server responds, and the session has not ended."""
+        """Whether a server is connected, and the session has not ended."""
         return self._connected.is_set() and not self.ended
 
     @property
@@ -186,7 +186,7 @@ class ZooKeeperSession:
         return self._handler.problem
 
     def call(self, send: Callable[[KazooClient], Any], deadline: float, update: _SequenceUpdate | None = None) -> Any:
-        """Sends a request and waits for its response until the deadline (of `time.monotonic`).
+        """Sends a request, and waits until the deadline (a time of `time.monotonic`) for its response.
 
         Raises `NotConnectedError`, `SessionEndedError`, `NoResponseError`, and kazoo's errors for responses that are
         errors.
@@ -217,9 +217,9 @@ class ZooKeeperSession:
     def multi(
         self, path: str, value: bytes, version: int, add: Callable[[Any], None], deadline: float
     ) -> tuple[int, Any]:
-        """Sends a transaction whose first operation replaces this version of the entry at `path` by `value`.
+        """Sends a transaction whose first operation replaces this version of the entry at `path` with `value`.
 
-        Returns the index of the operation that failed (0 is that first one) and its error, or -1 and the results.
+        Returns the index of the operation that failed (0 is the replacement) and its error, or -1 and the results.
         """
         update = _SequenceUpdate(path, value, version)
 
@@ -232,7 +232,7 @@ class ZooKeeperSession:
         return first_failure(self.call(send, deadline, update))
 
     def close(self) -> None:
-        """Ends the session, at the server too if it responds. Takes at most some seconds."""
+        """Ends the session here, and also at the server if it responds. Takes a few seconds at most."""
         if not self._connected.is_set():
             self._handler.abort()
         self._ended.set()
@@ -290,9 +290,9 @@ class ZooKeeperSession:
 
 
 def first_failure(results: Sequence[Any]) -> tuple[int, Any]:
-    """Returns the index and the error of the operation that failed.
+    """Returns the index and the error of the operation that failed, or -1 and the results.
 
-    ZooKeeper reports the operations before it as rolled back.
+    ZooKeeper reports the operations before the failed one as rolled back.
     """
     for index, result in enumerate(results):
         if isinstance(result, ZookeeperError) and not isinstance(result, RolledBackError):
@@ -301,5 +301,5 @@ def first_failure(results: Sequence[Any]) -> tuple[int, Any]:
 
 
 def session_name(owner: int) -> str:
-    """Returns the name of a session in the store: the number that ZooKeeper gives to no other session."""
+    """Returns the name of a session in the store: its ZooKeeper id, which no other session gets."""
     return f"{owner & 0xFFFF_FFFF_FFFF_FFFF:x}"

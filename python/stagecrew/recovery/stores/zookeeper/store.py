@@ -33,21 +33,22 @@ if TYPE_CHECKING:
 __all__ = ["ZooKeeperStore"]
 
 _HOST: Final = r"([\w.-]+|\[[0-9a-fA-F:]+\])(:\d{1,5})?"
-#: The value that replaces the token of a transaction, so that the transaction cannot be applied any more.
+#: The value that is written instead of a transaction's token, so that the transaction can no longer be applied.
 _FENCE: Final = b"fence"
 
 
 class ZooKeeperStore:
     """A `Store` in ZooKeeper.
 
-    The first call that needs a session opens it. After a session has ended, open another store.
+    The first call that needs a session opens it. After the session has ended, create a new `ZooKeeperStore`.
 
-    Every transaction also increments the version of an ephemeral entry of its session, its sequence number, and writes
-    a token into it. So no transaction is applied without its session, and none is applied twice, even if a lost request
-    arrives late. If a response is lost, the entry shows whether the transaction was applied.
+    Each session has an ephemeral entry, whose version is the session's sequence number. Every transaction increments
+    this version and writes a token into the entry. So no transaction is applied after its session has ended, and none
+    is applied twice, even if a lost request arrives late. If a response is lost, the entry shows whether the
+    transaction was applied.
 
-    With credentials, clients with other credentials, or without, cannot read or write anything. Without TLS, the
-    credentials are sent in clear text.
+    If the store has credentials, clients with other credentials, or with none, cannot read or write anything. Without
+    TLS, the credentials are sent in clear text.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class ZooKeeperStore:
     ) -> None:
         """`hosts` is `host:port,host2:port`. The store creates `chroot` if it does not exist.
 
-        `timeout` is the seconds of silence after which a session ends; servers limit it, see the property.
+        `timeout` is after how many seconds of silence a session ends. The servers limit it: see the property.
         `credentials` is `user:password`. `call_timeout` is how many seconds a call waits for connections and responses;
         by default, `timeout`.
         """
@@ -87,7 +88,7 @@ class ZooKeeperStore:
         #: Allows one transaction at a time, because each transaction takes the next sequence number.
         self._lock = threading.Lock()
         self._session: ZooKeeperSession | None = None
-        #: Why the session has ended; None while it lives.
+        #: Why the session has ended; None while it is alive.
         self._ended: str | None = None
         self._closed = threading.Event()
         #: The path of the session's own entry, and its current version.
@@ -95,7 +96,7 @@ class ZooKeeperStore:
         self._sequence = 0
         self._tokens = itertools.count(1)
         #: The token of the last transaction, if its outcome is unknown.
-        self._unknown: bytes | None = None
+        self._unknown_token: bytes | None = None
 
     @classmethod
     def from_options(
@@ -132,7 +133,7 @@ class ZooKeeperStore:
 
     @property
     def timeout(self) -> float:
-        """See `Store`. The requested timeout, or, after the first session, the timeout of the server."""
+        """See `Store`. It is the requested timeout, until the server has set another one for the session."""
         return self._requested_timeout if self._session is None else self._session.timeout
 
     @property
@@ -166,8 +167,8 @@ class ZooKeeperStore:
         deadline = self._deadline()
         session = self._open_session(deadline)
         with self._exclusive_use(deadline):
-            if self._unknown is not None:
-                self._was_applied(session, self._unknown, deadline, is_current=False)
+            if self._unknown_token is not None:
+                self._settle_outcome(session, self._unknown_token, deadline, is_current=False)
             versions = retry_if_none(lambda: self._try_transaction(session, operations, deadline))
             assert versions is not None, "only a deadline ends the tries"
             return versions
@@ -176,7 +177,7 @@ class ZooKeeperStore:
         """See `Store`."""
         if os.getpid() != self._process:
             return
-        self._ended = "the session is closed: open a store"
+        self._ended = "the session is closed: open the store again"
         self._closed.set()
         session = self._session
         if session is not None:
@@ -187,7 +188,7 @@ class ZooKeeperStore:
     def _try_transaction(
         self, session: ZooKeeperSession, operations: Sequence[Operation], deadline: float
     ) -> list[int | None] | None:
-        """Returns the versions, or None if this try was not applied and never will be, so another try is needed."""
+        """Returns the versions; None if this try was not applied, and never will be, so that another try is needed."""
         from stagecrew.recovery.stores.zookeeper import session as zk
 
         def current_version(key: str) -> int | None:
@@ -203,7 +204,7 @@ class ZooKeeperStore:
                 if time.monotonic() >= deadline:
                     raise self._unavailable(error) from error
                 return None  # the next try waits for a connection
-            return plan.versions if self._was_applied(session, token, deadline, is_current=True) else None
+            return plan.versions if self._settle_outcome(session, token, deadline, is_current=True) else None
         except zk.NotConnectedError as error:
             raise self._unavailable(error) from error
         except zk.SessionEndedError as error:
@@ -216,7 +217,7 @@ class ZooKeeperStore:
         if index == 0:
             raise self._sequence_failed(result)
         reason = conflict_reason(operations[index - 1], result)
-        if reason == "version" and index - 1 in plan.read:
+        if reason == "version" and index - 1 in plan.any_version_checks:
             if time.monotonic() > deadline:
                 raise StoreUnavailable(
                     f"{operations[index - 1].key!r} changes too often to be checked: nothing was changed; try again"
@@ -224,15 +225,15 @@ class ZooKeeperStore:
             return None
         raise conflict_error(operations, index - 1, reason) if reason else self._refused(result)
 
-    def _was_applied(self, session: ZooKeeperSession, token: bytes, deadline: float, *, is_current: bool) -> bool:
+    def _settle_outcome(self, session: ZooKeeperSession, token: bytes, deadline: float, *, is_current: bool) -> bool:
         """Returns whether the transaction with this token was applied. If it was not, it never will be.
 
-        To make sure, this increments the sequence number of the session, unless the transaction has done so.
-        `is_current` is whether the caller waits for this transaction, and not for a later one.
+        To guarantee this, it increments the sequence number of the session, unless the transaction has done so.
+        `is_current` is true if the caller waits for this transaction, and false if it waits for a later transaction.
         """
         from stagecrew.recovery.stores.zookeeper import session as zk
 
-        self._unknown = token
+        self._unknown_token = token
         try:
             value, sequence = retry_on(lambda: self._advance_sequence(session, deadline), zk.NoResponseError)
         except (zk.NotConnectedError, zk.SessionEndedError) as error:
@@ -244,11 +245,11 @@ class ZooKeeperStore:
             if is_current:
                 raise self._outcome_unknown() from error
             raise self._sequence_failed(error) from error
-        self._sequence, self._unknown = sequence, None
+        self._sequence, self._unknown_token = sequence, None
         return value == token
 
     def _advance_sequence(self, session: ZooKeeperSession, deadline: float) -> tuple[bytes, int]:
-        """Returns the last token and sequence number, after which no earlier request can be applied any more."""
+        """Returns the session's last token and sequence number. No earlier request can be applied after this."""
         from kazoo.exceptions import BadVersionError
 
         if time.monotonic() >= deadline:
@@ -269,14 +270,14 @@ class ZooKeeperStore:
     def _open_session(self, deadline: float) -> ZooKeeperSession:
         if os.getpid() != self._process:
             raise ConfigurationError(
-                f"the session at {self._where} belongs to process {self._process}, and this is a fork of it: open a "
-                "store here"
+                f"the session at {self._where} belongs to process {self._process}, but this is a fork of it: open the "
+                "store again in this process"
             )
         if self._session is None and self._ended is None:
             with self._exclusive_use(deadline):
                 if self._session is None and self._ended is None:
                     self._session = self._new_session(deadline)
-                    if self._closed.is_set():  # in the meantime
+                    if self._closed.is_set():  # it was closed in the meantime
                         self._session.close()
         session = self._session
         if self._ended is not None or session is None:
@@ -289,7 +290,7 @@ class ZooKeeperStore:
         from stagecrew.recovery.stores.zookeeper import session as zk
 
         try:
-            # Everything that a failed session did is idempotent, or is deleted when it ends.
+            # Everything that a failed session did is idempotent, or is deleted when the session ends.
             return retry_on(
                 lambda: self._try_session(deadline), zk.NoResponseError, zk.SessionEndedError, deadline=deadline
             )
@@ -360,7 +361,7 @@ class ZooKeeperStore:
     def _session_lost(self) -> SessionLost:
         self._ended = (
             self._ended
-            or f"the session at {self._where} has ended, and its ephemeral entries are deleted: open another store"
+            or f"the session at {self._where} has ended, and its ephemeral entries are deleted: open the store again"
         )
         return SessionLost(self._ended)
 
@@ -372,7 +373,7 @@ class ZooKeeperStore:
     def _sequence_failed(self, error: Exception) -> StoreError:
         from kazoo.exceptions import BadVersionError, NoNodeError
 
-        if isinstance(error, NoNodeError | BadVersionError):  # another client deleted or changed the session's entry
+        if isinstance(error, NoNodeError | BadVersionError):  # another client has deleted or changed the entry
             return self._session_lost()
         return self._refused(error)
 

@@ -1,4 +1,4 @@
-"""TLS to ZooKeeper, as the URL of a store configures it."""
+"""TLS for connections to ZooKeeper, as configured by the URL of a store."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["tls_context"]
 def tls_context(
     ca: str | None = None, certfile: str | None = None, keyfile: str | None = None, verify: str = "true"
 ) -> ssl.SSLContext:
-    """Returns the context for these options of a URL. Without `ca`, it trusts the authorities of the system."""
+    """Returns the TLS context for these options of a URL. Without `ca`, it trusts the system's authorities."""
     try:
         context = ssl.create_default_context(cafile=ca)
         if certfile or keyfile:
-            # An empty password refuses an encrypted key, instead of prompting for one.
+            # With an empty password, an encrypted key raises an error. Without one, OpenSSL would prompt for it.
             context.load_cert_chain(certfile or keyfile or "", keyfile, password="")
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(
