@@ -78,8 +78,8 @@ def operators(monkeypatch):
 
 
 def test_a_step_runs_once(stored):
-    """A later run gets the results of finished steps, nested or not, without calling their code. A step that raised runs
-    again."""
+    """A later run gets the results of finished steps, nested or not, without calling their code. A step that raised
+    runs again."""
     calls = []
 
     def program(job, fail):
@@ -149,7 +149,8 @@ def test_a_result_that_cannot_be_pickled_is_an_error(stored):
 
 
 def test_state_belongs_to_a_position(stored, operators):
-    """A run that skips a step restores the coordinators' states at the end of that step, not earlier or later states."""
+    """A run that skips a step restores the coordinators' states at the end of that step, not earlier or later
+    states."""
 
     def program(job, stop_before):
         [topology] = operators
@@ -239,7 +240,8 @@ def test_after_a_stream_coordinators_have_the_state_of_its_last_batch(stored, op
 
 @pytest.fixture
 def open_topology(monkeypatch):
-    """Opens a topology with real operators for each run, and closes them at the end. A coordinator's state is a text."""
+    """Opens a topology with real operators for each run, and closes them at the end. A coordinator's state is a
+    text."""
     opened = []
 
     class Opened:
@@ -385,8 +387,8 @@ def test_a_failed_batch_can_run_again_in_the_same_process(stored, operators):
 
 @pytest.mark.parametrize("name", ["load", 'it\'s "load" \\ é'])
 def test_a_failed_first_batch_can_run_again_in_the_same_process(stored, operators, name):
-    """A first batch that runs again begins with the coordinators' states from before the query, in the same process or a
-    later one, whatever the query's name is."""
+    """A first batch that runs again begins with the coordinators' states from before the query, in the same process or
+    a later one, whatever the query's name is."""
 
     def body(job, number, fail):
         operators[0].state += 10**number

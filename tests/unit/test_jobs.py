@@ -66,7 +66,8 @@ def test_an_ending_job_ends_in_the_state_that_was_decided():
 
 
 def test_a_record_is_the_same_after_serialization():
-    """A deserialized record equals the original in each state. Two serializations of one record have different bytes."""
+    """A deserialized record equals the original in each state. Two serializations of one record have different
+    bytes."""
     for record in (
         SUBMITTED,
         SUBMITTED.started(),

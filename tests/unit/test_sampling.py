@@ -113,7 +113,8 @@ def test_a_process_that_has_ended_has_no_sample(idle: int) -> None:
 
 
 def test_a_round_costs_at_most_a_thousandth_of_a_core(server: SimpleNamespace, idle: int) -> None:
-    """Ten workers take less than 10 ms of CPU time per round, which is 0.1 % of a core at the default period of 10 s."""
+    """Ten workers take less than 10 ms of CPU time per round, which is 0.1 % of a core at the default period of 10
+    s."""
     sampler = DaemonSampler(0.0, server.place)
     sampler._workers = dict.fromkeys(range(10))
     real = sampler._sampler.sample

@@ -101,13 +101,13 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def each_in_one_log(self):
-        if hasattr(self, "given"):
+        if hasattr(self, "received"):
             all_given = list(itertools.chain.from_iterable(self.received.values()))
             assert len(all_given) == len(set(all_given))
-            assert self.log.received == len(all_given)
+            assert self.log.given == len(all_given)
 
     def teardown(self):
-        if hasattr(self, "given"):
+        if hasattr(self, "received"):
             for subtask in range(SUBTASKS):
                 while (packed := self.log.at(subtask, len(self.received[subtask]), "a")) is not None:
                     self.received[subtask].append(pickle.loads(packed))

@@ -178,7 +178,8 @@ class Product:
 
 
 def test_an_unknown_reducer_is_misused():
-    """A name that no reducer has, an object that cannot be called, and a function that cannot be pickled are refused in the task."""
+    """A name that no reducer has, an object that cannot be called, and a function that cannot be pickled are refused in
+    the task."""
     lock = threading.Lock()
     with pytest.raises(OperatorMisused, match="'average' is none of them"):
         reducer_call("average")
@@ -199,7 +200,8 @@ def test_an_importable_function_has_its_qualified_name(function, name):
 
 
 def test_a_function_without_an_importable_name_needs_a_name():
-    """A lambda, a nested function, a partial, an object, a bound method and a function of `__main__` are refused without a name."""
+    """A lambda, a nested function, a partial, an object, a bound method and a function of `__main__` are refused
+    without a name."""
 
     def nested(a, b):
         return a * b
