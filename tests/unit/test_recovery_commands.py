@@ -1,4 +1,4 @@
-"""The commands of jobs, with a real SQLite store and without a driver."""
+"""The commands that manage jobs, with a real SQLite store and without a driver."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ from stagecrew.recovery.stores.contract import FORMAT, Create, Replace
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """The environment of a store and a state storage of this test."""
+    """A folder with a store, a state storage and code for jobs. The environment variables name the two places."""
     (tmp_path / "state").mkdir()
     (tmp_path / "etl.py").write_text("def load(day):\n    return day\n")
     (tmp_path / "job.py").write_text("print(1)\n")
@@ -52,7 +52,7 @@ def jobs():
 
 
 def end(job, result):
-    """Ends a job as its run would."""
+    """Ends a job with this result, as its run would."""
     with jobs() as known:
         record, version = known.read(job)
         known.start_run(job, (record, version), known.claim_version(job))
@@ -60,7 +60,7 @@ def end(job, result):
 
 
 def test_an_id_submitted_twice_is_one_job(places):
-    """An id that is submitted again with the same content returns the same job, also after its end.
+    """A submit with an existing id and the same content returns the same job, even after the job has ended.
 
     Other content is refused.
     """
@@ -79,7 +79,7 @@ def test_an_id_submitted_twice_is_one_job(places):
 @pytest.mark.parametrize("option", ["store", "state"])
 @pytest.mark.parametrize("command", [["jobs"], ["submit", "etl:load"], ["driver"], ["result", "one"]])
 def test_a_missing_store_or_state_option(places, monkeypatch, option, command):
-    """The message says what to write, as an option or in the environment."""
+    """The message for a missing option names the option and the environment variable."""
     monkeypatch.delenv(f"STAGECREW_{option.upper()}")
     refused = run(*command)
     assert refused.exit_code == 2
@@ -87,7 +87,8 @@ def test_a_missing_store_or_state_option(places, monkeypatch, option, command):
 
 
 def test_options_of_a_function_may_follow_it(places):
-    """`submit target --arg n=3` works. Words after a script are the script's own, even if they look like options."""
+    """Options of `submit` are accepted after a function. Words after a script are the script's arguments, even if they
+    look like options."""
     assert run("submit", "--id", "one", "etl:load", "--arg", "day=1").output == "one\n"
     assert run("submit", "etl:load", "--arg=day=1", "--json", "--id", "one").output == '{"id": "one"}\n'
     assert run("submit", "job.py", "--arg", "day=1", "--json", "--id", "two").output.startswith("job.py-")
@@ -97,7 +98,8 @@ def test_options_of_a_function_may_follow_it(places):
 
 
 def test_a_job_of_an_earlier_stagecrew(places):
-    """A job that is stored with the digest of its bytes accepts the same bytes, and refuses other content."""
+    """For a job stored by an earlier version, which recorded the digest of the job's bytes, a submit with the same
+    content returns the job, and other content is refused."""
     run("submit", "--id", "old", "--arg", "day=1", "etl:load")
     module = b"def load(day):\n    return day\n"
     body = {
@@ -126,7 +128,7 @@ def test_a_stored_spec_submitted_again(places):
 
 
 def test_the_longest_names(places):
-    """The longest id of a job fits into the ids of its commits. A file's name may be longer."""
+    """The ids of a job's commits can contain the longest job id. The name of a submitted file can be even longer."""
     long = places / f"{'x' * 200}.py"
     long.write_text("print(1)\n")
     assert run("submit", "--id", "y" * 100, long.name).output == "y" * 100 + "\n"
@@ -143,7 +145,7 @@ def test_the_longest_names(places):
 
 
 def test_a_job_does_not_depend_on_its_submitter(places):
-    """The store has the bytes of script and files, which may be deleted when the id is printed."""
+    """Once a job's id is printed, its script and files are stored, so the originals can be deleted."""
     job = run("submit", "--conf", "spark.x=1=2", "--py-files", "etl.py", "job.py", "--verbose", "a b").output.strip()
     (places / "job.py").unlink()
     (places / "etl.py").unlink()
@@ -156,7 +158,7 @@ def test_a_job_does_not_depend_on_its_submitter(places):
 
 
 def test_the_exit_code_of_result(places):
-    """The exit code of `result` tells how a job has ended. It prints the value, or the error with its traceback."""
+    """`result` prints a job's value, or the error with its traceback, and its exit code tells how the job ended."""
     for job in ("one", "two", "three"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
     assert (run("result", "one").exit_code, run("result", "one", "--wait", "--timeout", "0.3").exit_code) == (5, 5)
@@ -177,7 +179,8 @@ def test_the_exit_code_of_result(places):
 
 
 def test_a_result_cannot_control_the_terminal(places):
-    """Escape sequences and direction marks in values, errors and tracebacks are printed as codes; lines stay."""
+    """Escape sequences and direction marks in values, errors and tracebacks are printed as codes. Newlines and tabs of
+    a value are kept."""
     for job in ("one", "two"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
     end("one", Result.of_value("a\x1b[2Jb\u202ec\nnext\tcell"))
@@ -195,7 +198,7 @@ def test_a_result_cannot_control_the_terminal(places):
 
 @pytest.mark.parametrize("ends_after", [1, 2, 3])
 def test_a_job_that_ends_during_result(places, monkeypatch, ends_after):
-    """State, value and exit code of `result` belong together, even if the job ends between its reads."""
+    """The state, the value and the exit code of `result` are consistent, even if the job ends between its reads."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     real, seen = Jobs.read, []
 
@@ -213,7 +216,7 @@ def test_a_job_that_ends_during_result(places, monkeypatch, ends_after):
 
 
 def test_the_result_of_a_cancelled_job(places):
-    """The exit code of a cancelled job's result is 4. The result has a reason and no value."""
+    """For a cancelled job, `result` has exit code 4, and shows a reason and no value."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     with jobs() as known:
         known.start_ending("one", known.read("one"), JobState.CANCELLED, "somebody has cancelled it")
@@ -230,7 +233,7 @@ def test_the_result_of_a_cancelled_job(places):
 
 @pytest.mark.parametrize("damage", [b"half", None])
 def test_an_unreadable_result(places, damage):
-    """A changed or missing result is an error that names the job. Other results are printed, and nothing is deleted."""
+    """A damaged or missing result is an error that names the job. Other results are printed, and nothing is deleted."""
     for job in ("one", "two"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
         end(job, Result.of_value(job))
@@ -249,7 +252,7 @@ def test_an_unreadable_result(places, damage):
 
 
 def test_cancel_can_be_repeated(places):
-    """A job can be cancelled repeatedly. A job that has ended does not change."""
+    """A job can be cancelled repeatedly. A cancel does not change a job that has ended."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     assert "the leader will end it" in run("cancel", "one").output
     assert json.loads(run("cancel", "--json", "one").output) == {"id": "one", "state": "submitted", "requested": True}
@@ -260,7 +263,7 @@ def test_cancel_can_be_repeated(places):
 
 
 def test_one_unreadable_job_does_not_hide_the_others(places):
-    """`jobs` lists all readable jobs, and names the unreadable ones. Nothing of those is deleted."""
+    """`jobs` lists all readable jobs and names the unreadable ones, of which nothing is deleted."""
     for job in ("good", "bad"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
     with jobs() as known:
@@ -277,7 +280,7 @@ def test_one_unreadable_job_does_not_hide_the_others(places):
 
 
 def test_a_record_of_a_newer_stagecrew(places):
-    """The message for a job of a newer stagecrew says so."""
+    """The message for a job that a newer stagecrew stored names the newer format."""
     run("submit", "--id", "new", "--arg", "day=1", "etl:load")
     with jobs() as known:
         known._store.transact(
@@ -301,13 +304,13 @@ def test_leader(places):
             {"term": 1, "host": info.host, "pid": os.getpid()},
         )
         (places / "state").rename(places / "away")
-        assert run("leader").exit_code == 0, "only the store is asked"
-        assert run("leader", "--state", "/nowhere").exit_code == 0, "where every command is given both places"
-    assert run("leader").exit_code == 1  # its session has expired
+        assert run("leader").exit_code == 0, "`leader` must read only the store"
+        assert run("leader", "--state", "/nowhere").exit_code == 0, "`leader` must accept --state like other commands"
+    assert run("leader").exit_code == 1  # the leader's session has ended
 
 
-#: Writes a store with one job, as stagecrew did before format 2. Its arguments: the path, the format number, and how
-#: its process ends.
+#: Writes a store with one job, as stagecrew did before format 2. Arguments: the path, the format number, and how the
+#: process ends.
 OLD_STORE = """if True:
     import json, os, sqlite3, sys
     path, number, ending = sys.argv[1:]
@@ -341,17 +344,17 @@ OLD_STORE = """if True:
 
 
 def bytes_below(folder):
-    """Returns the bytes of each file, except for the index of the write-ahead log, which each reader writes."""
+    """Returns the bytes of each file below a folder, except for the write-ahead log's index, which readers write, too."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".db-shm"}
 
 
 @pytest.mark.parametrize("ending", ["closed", "killed"])
 @pytest.mark.parametrize("number", [1, 0])
 def test_a_store_of_an_older_stagecrew(places, number, ending):
-    """Commands, a driver and a run refuse a store of an older format, or without a format number, in one line.
+    """Commands, a driver and a run refuse a store of an older format, or without a format number, with one line.
 
-    The line has the found format, the supported one, and the remedy. No byte of the store or of the storage changes,
-    even if the process that wrote the store was killed.
+    The line contains the format found, the supported format, and the remedy. No byte of the store or of the storage
+    changes, even if the process that wrote the store was killed.
     """
     subprocess.run(
         [sys.executable, "-c", OLD_STORE, str(places / "jobs.db"), str(number), ending], check=True, timeout=60
@@ -414,7 +417,7 @@ def test_a_store_of_a_newer_stagecrew(places):
 
 
 def test_leader_without_a_driver(places):
-    """Without a driver, `leader` says so, and how to start one. The exit code is 1."""
+    """If no driver leads, `leader` says so and has exit code 1."""
     outcome = run("leader")
     assert (outcome.exit_code, "no driver leads" in outcome.output) == (1, True)
     assert run("leader", "--json").output == "null\n"
@@ -422,7 +425,7 @@ def test_leader_without_a_driver(places):
 
 
 def test_doctor_checks_store_and_storage(places, monkeypatch):
-    """`doctor` reports whether store and storage can be used, and leaves nothing there."""
+    """`doctor` reports whether the store and the storage can be used, and leaves no files there."""
     from stagecrew import doctor
 
     found = {check.name: check for check in doctor.examine(None)}
@@ -437,11 +440,11 @@ def test_doctor_checks_store_and_storage(places, monkeypatch):
 
 
 def test_sweep(places):
-    """`sweep` deletes only states without a reference that are older than its grace period."""
+    """`sweep` deletes only unreferenced states that are older than its grace period."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     before = {path for path in (places / "state").rglob("*") if path.is_file()}
     [state] = [path for path in before if "spec" in str(path)]
-    state.with_name("orphan").write_bytes(b"left by one that died")
+    state.with_name("orphan").write_bytes(b"left by a dead process")
     assert json.loads(run("sweep", "--json").output)["removed"] == 0
     assert json.loads(run("sweep", "--json", "--grace", "0").output)["removed"] == 1
     assert {path for path in (places / "state").rglob("*") if path.is_file()} == before
@@ -450,7 +453,7 @@ def test_sweep(places):
 
 
 def test_a_sweep_with_unreadable_records(places):
-    """`sweep` names unreadable records, and keeps the states beside them. The exit code is 1."""
+    """`sweep` names unreadable records, keeps all states that they could refer to, and has exit code 1."""
     for job in ("one", "two"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
     with jobs() as known:
@@ -464,8 +467,8 @@ def test_a_sweep_with_unreadable_records(places):
     assert {path for path in (places / "state").rglob("*") if path.is_file()} == before
 
 
-def cleaned(job, ended_ago):
-    """Ends a job at this time as its run would, and cleans it as a leader would."""
+def submit_and_clean(job, ended_ago):
+    """Submits a job, ends it `ended_ago` seconds in the past as its run would, and cleans it as a leader would."""
     run("submit", "--id", job, "--arg", "day=1", "etl:load")
     with jobs() as known:
         known._clock = lambda: time.time() - ended_ago
@@ -475,12 +478,13 @@ def cleaned(job, ended_ago):
 
 
 def test_prune(places):
-    """`jobs --prune` removes clean jobs that ended before that age, with their results, and prints their number.
+    """`jobs --prune` removes clean jobs that ended longer ago than the given age, with their results, and prints their
+    number.
 
     It never removes another job, and a removed id can be submitted again.
     """
     for job, ended_ago in (("old", 40 * 86400), ("older", 50 * 86400), ("young", 20 * 86400)):
-        cleaned(job, ended_ago)
+        submit_and_clean(job, ended_ago)
     run("submit", "--id", "open", "--arg", "day=1", "etl:load")
     run("submit", "--id", "unclean", "--arg", "day=1", "etl:load")
     end("unclean", Result.of_value(7))
@@ -504,9 +508,10 @@ def test_prune(places):
 
 
 def test_a_prune_that_cannot_remove_a_job(places):
-    """`jobs --prune` names each old job that it could not remove, and removes the others. The exit code is 1."""
+    """`jobs --prune` removes all old jobs that it can, names each one that it cannot remove, and then has exit code
+    1."""
     for job in ("bad", "good"):
-        cleaned(job, 40 * 86400)
+        submit_and_clean(job, 40 * 86400)
     with jobs() as known:
         known._store.transact(Replace("jobs/bad", b"not a record", known._store.read("jobs/bad").version))
     outcome = run("jobs", "--prune", "30d")
@@ -520,12 +525,12 @@ def test_a_prune_that_cannot_remove_a_job(places):
 
 
 def test_the_option_keep_of_a_driver(places, monkeypatch):
-    """`driver --keep` sets the age at which a leader removes ended jobs. Without it, a leader keeps all of them."""
-    environment = []
+    """`driver --keep` sets the age at which a leader removes ended jobs. Without it, a leader keeps all ended jobs."""
+    keep_arguments = []
 
     class Started:
         def __init__(self, *arguments):
-            environment.append(arguments[-1])
+            keep_arguments.append(arguments[-1])
 
         def close(self):
             return True
@@ -535,7 +540,7 @@ def test_the_option_keep_of_a_driver(places, monkeypatch):
     for words in ((), ("--keep", "90d"), ("--keep", "12h")):
         outcome = run("driver", "--work", "work", *words)
         assert outcome.exit_code == 0, outcome.output
-    assert environment == [None, 90 * 86400.0, 12 * 3600.0]
+    assert keep_arguments == [None, 90 * 86400.0, 12 * 3600.0]
 
 
 @pytest.mark.parametrize(
@@ -573,7 +578,7 @@ def test_the_option_keep_of_a_driver(places, monkeypatch):
     ],
 )
 def test_bad_input(places, arguments, code, text):
-    """Each wrong call gives one line that says what to write, and an exit code. Nothing is stored."""
+    """A wrong call prints a message that says what to write, has the expected exit code, and stores nothing."""
     outcome = run(*arguments)
     assert (outcome.exit_code, text in outcome.stderr) == (code, True), outcome.output + outcome.stderr
     assert "Traceback" not in outcome.stderr
@@ -582,7 +587,7 @@ def test_bad_input(places, arguments, code, text):
 
 
 def test_without_a_store(monkeypatch):
-    """Without a store, the message names the option and the variable."""
+    """Without a store, `jobs` has exit code 2 and names the option."""
     monkeypatch.delenv("STAGECREW_STORE", raising=False)
     monkeypatch.delenv("STAGECREW_STATE", raising=False)
     outcome = run("jobs")
@@ -590,7 +595,7 @@ def test_without_a_store(monkeypatch):
 
 
 def test_the_api_sees_the_same_jobs(places):
-    """The Python API and the commands see the same jobs."""
+    """The Python API shows the jobs that the commands submitted."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     with jobs() as known:
         assert isinstance(known, Jobs)
