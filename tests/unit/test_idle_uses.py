@@ -36,7 +36,8 @@ class CountsCheckpoints(stagecrew.Coordinator):
 
 @pytest.fixture
 def uses():
-    """Creates a given number of uses in one topology, with one finished evaluation each."""
+    """Creates a given number of uses in one topology, with one finished evaluation each. Returns the operators
+    and their host."""
     host = Host(DroppingWire(), 1 << 20, 30.0)
     operators = Operators(FakeTopology(), lambda: 30.0)
     numbers = iter(range(1 << 30))
@@ -62,7 +63,7 @@ def evaluate(host, binding, number):
 
 
 def report_statistics(host):
-    """Does what the reporter does every second, until there is nothing new to report."""
+    """Reports statistics, as the reporter does every second, until nothing new is left to report."""
     eventually(lambda: host.statistics() is None, 30)
 
 

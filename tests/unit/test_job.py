@@ -27,7 +27,7 @@ from support.operator_fakes import DroppingWire, FakeTopology, TextCoordinator
 
 
 class StoredJob:
-    """The stored steps of one job. Each call of `run` returns the job of its next run."""
+    """The stored steps of one job. Each call of `run` returns the `Job` of a new run."""
 
     def __init__(self):
         self.store = ModelServer().session()
@@ -38,9 +38,9 @@ class StoredJob:
         self.steps = StateHandleStore(self.store, self.storage, "steps")
         self.runs = 0
 
-    def run(self, patience=0.0, id_="job"):
+    def run(self, retry_timeout=0.0, id_="job"):
         self.runs += 1
-        return Job(id_, self.runs, self.steps, StateHandleStore(self.store, self.storage, "commits"), patience)
+        return Job(id_, self.runs, self.steps, StateHandleStore(self.store, self.storage, "commits"), retry_timeout)
 
 
 class FakeOperators:
@@ -244,7 +244,7 @@ def open_topology(monkeypatch):
     text."""
     opened = []
 
-    class Opened:
+    class OpenTopology:
         def __init__(self):
             self.operators = Operators(FakeTopology(), lambda: 5.0, uses=Uses(Place(), is_application=True))
             self.operators.name_operator("o")
@@ -261,7 +261,7 @@ def open_topology(monkeypatch):
             restored, coordinator.text = coordinator.text, coordinator.text + text
             return restored
 
-    yield Opened
+    yield OpenTopology
     for topology in opened:
         topology.operators.close("the topology has ended")
 
@@ -327,7 +327,8 @@ def test_a_step_whose_topology_is_not_open_is_an_error(stored, operators):
 
 
 def test_two_open_topologies_with_one_name_are_refused(stored, operators):
-    """Two topologies with coordinators and the same name are refused, because a later run could not tell them apart."""
+    """Two topologies with coordinators and the same name are refused, because a later run could not distinguish
+    them."""
     operators.append(FakeOperators("load"))
     with pytest.raises(JobError, match="two topologies named 'load'"):
         stored.run().step("a", lambda: 1)
@@ -437,7 +438,7 @@ def test_a_step_is_written_again_after_a_lost_reply(stored, monkeypatch):
             raise PossiblyInconsistentError(f"lost {faults.pop(0)} it was done")
 
     stored.store.server.fault = fault
-    assert stored.run(patience=60).step("a", lambda: runs.append(1) or 7) == 7
+    assert stored.run(retry_timeout=60).step("a", lambda: runs.append(1) or 7) == 7
     assert (faults, runs) == ([], [1])
     assert stored.run().step("a", lambda: 8) == 7
 
@@ -456,7 +457,7 @@ def test_a_result_is_written_again_while_the_storage_is_full(stored, monkeypatch
 
     monkeypatch.setattr(StateStorage, "write", full)
     monkeypatch.setattr(retry, "_PAUSE", 0.0)
-    assert stored.run(patience=60.0).step("a", lambda: runs.append(1) or 5) == 5
+    assert stored.run(retry_timeout=60.0).step("a", lambda: runs.append(1) or 5) == 5
     assert (len(writes_tried), len(runs)) == (3, 1)
     monkeypatch.setattr(StateStorage, "write", lambda *_: (_ for _ in ()).throw(StateStorageError("no space left")))
     with pytest.raises(StateStorageError, match="no space"):
@@ -479,7 +480,7 @@ def test_a_run_waits_for_an_unavailable_storage(stored, operators, monkeypatch, 
     for number in range(3):
         assert stored.run().batch("b", number, lambda number=number: number) == number
     monkeypatch.setattr(StateStorage, method, unavailable)
-    assert stored.run(patience=60.0).batch("b", 3, lambda: 3) == 3
+    assert stored.run(retry_timeout=60.0).batch("b", 3, lambda: 3) == 3
     assert tried
     monkeypatch.setattr(StateStorage, method, real)
     assert set(stored.steps.names()) == {"b/batch-2", "b/batch-3"}
@@ -492,7 +493,7 @@ def test_a_run_waits_for_an_unavailable_storage(stored, operators, monkeypatch, 
     tried.clear()
     monkeypatch.setattr(StateStorage, "read", corrupt)
     with pytest.raises(StateCorrupt):
-        stored.run(patience=60.0).batch("b", 3, lambda: 4)
+        stored.run(retry_timeout=60.0).batch("b", 3, lambda: 4)
     assert len(tried) == 1
 
 

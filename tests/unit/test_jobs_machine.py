@@ -150,7 +150,7 @@ class JobsMachine(RuleBasedStateMachine):
         finally:
             self.script = []
 
-    def client(self, action):
+    def as_client(self, action):
         """Runs an action in a session of its own, like a user's command."""
         with self.world.acting_as(None):
             session = self.world.server.session()
@@ -159,14 +159,14 @@ class JobsMachine(RuleBasedStateMachine):
             session.close()
 
     def submit(self, job):
-        self.client(lambda jobs: jobs.submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job))
+        self.as_client(lambda jobs: jobs.submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job))
 
     def cancel(self, job):
         self.world.cancelled.add(job)
-        self.client(lambda jobs: jobs.cancel(job))
+        self.as_client(lambda jobs: jobs.cancel(job))
 
     def prune(self):
-        self.client(lambda jobs: list(jobs.prune(0.0)))
+        self.as_client(lambda jobs: list(jobs.prune(0.0)))
 
     def lead(self, index):
         for action in ("campaign", "is granted", "reconcile"):
@@ -215,7 +215,7 @@ class JobsMachine(RuleBasedStateMachine):
         one is started first."""
         if all(process.dead for process in self.world.processes):
             while self.world.dead_sessions:
-                self.a_session_of_the_dead_expires(index)
+                self.the_session_of_a_dead_process_expires(index)
             for other in range(3):
                 self.world.clock += 60.0
                 self.lead((index + other) % 3)
@@ -233,21 +233,21 @@ class JobsMachine(RuleBasedStateMachine):
             candidate.reconciler.stop()
         candidate.die()
 
-    @rule(index=st.integers(0, 5), process=st.booleans())
-    def a_process_dies(self, index, process):
-        living = [actor for actor in (self.world.processes if process else self.world.drivers) if not actor.dead]
+    @rule(index=st.integers(0, 5), is_run=st.booleans())
+    def a_process_dies(self, index, is_run):
+        living = [actor for actor in (self.world.processes if is_run else self.world.drivers) if not actor.dead]
         if living:
             living[index % len(living)].die()
 
     @rule(index=st.integers(0, 5))
-    def a_session_of_the_dead_expires(self, index):
+    def the_session_of_a_dead_process_expires(self, index):
         """The session of a dead process expires some time after its death."""
         if self.world.dead_sessions:
             self.world.server.expire(self.world.dead_sessions.pop(index % len(self.world.dead_sessions)))
 
     @rule(script=SCRIPT)
     def the_storage_is_swept(self, script):
-        self.with_script(script, lambda: self.client(lambda jobs: jobs.sweep(0.0, lambda: float("inf"))))
+        self.with_script(script, lambda: self.as_client(lambda jobs: jobs.sweep(0.0, lambda: float("inf"))))
 
     @rule(script=SCRIPT)
     def ended_jobs_are_pruned(self, script):

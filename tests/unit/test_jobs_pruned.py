@@ -49,7 +49,7 @@ def new_jobs(world):
 
 
 def new_leader(world):
-    """A new driver that becomes leader, even if another driver leads."""
+    """Creates a driver that becomes leader, even if another driver leads."""
     world.server.entries.pop(HOLDER, None)
     driver = SimDriver(world)
     world.drivers.append(driver)
@@ -419,23 +419,23 @@ class ActionAt:
             self.world.current = before
 
 
-def dies(world, session):
+def kill(world, session):
     """Kills the writing process."""
     if world.current is not None:
         world.current.killed = True
     raise Killed
 
 
-def loses_reply(world, session):
+def lose_reply(world, session):
     raise PossiblyInconsistentError("the reply was lost")
 
 
-def is_cut_off(world, session):
+def lose_session(world, session):
     world.server.expire(session)
     raise PossiblyInconsistentError("the reply was lost")
 
 
-def is_replaced(world, session):
+def lose_leadership(world, session):
     if term := world.server.entries.get(TERM):
         world.server.entries.pop(HOLDER, None)
         world.server.session().transact(Replace(TERM, b"another", term.version))
@@ -444,7 +444,7 @@ def is_replaced(world, session):
 
 @pytest.mark.parametrize("pruner", ["command", "leader"])
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("fault", [dies, loses_reply, is_cut_off, is_replaced])
+@pytest.mark.parametrize("fault", [kill, lose_reply, lose_session, lose_leadership])
 def test_a_fault_at_each_write_of_a_prune(pruner, moment, fault):
     """A prune whose process dies or loses a reply leaves the job complete or removed. Another prune finishes the
     removal, and the id can be used again."""

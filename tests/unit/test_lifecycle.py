@@ -82,7 +82,7 @@ def optional(listener: Listener) -> Listener:
     return listener
 
 
-def elsewhere(listener: Listener, value: Any) -> Registered:
+def opened_elsewhere(listener: Listener, value: Any) -> Registered:
     """A listener that is open in another process, with its value, or with the error that fetching the value raises."""
 
     def value_or_error() -> Any:
@@ -104,10 +104,13 @@ def some_topologies() -> list[Described]:
     listeners."""
     shared, remote = Decorating("shared"), Plain("remote")
     return [
-        topology("app", Decorating("twin"), optional(Plain()), elsewhere(remote, "a port"), Decorating()),
+        topology("app", Decorating("twin"), optional(Plain()), opened_elsewhere(remote, "a port"), Decorating()),
         topology("outer", optional(Decorating("o")), shared, Plain("o")),
         topology(
-            "inner", Decorating("twin"), elsewhere(Plain("lost"), LookupError("not open there")), optional(shared)
+            "inner",
+            Decorating("twin"),
+            opened_elsewhere(Plain("lost"), LookupError("not open there")),
+            optional(shared),
         ),
         topology("other", Plain("x"), optional(Decorating("y"))),
     ]
@@ -133,9 +136,9 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.history: list[tuple[Any, ...]] = []
         self.tasks = 0
         # The state of the model.
-        self.known: set[str] = set()
+        self.described: set[str] = set()
         self.opened: list[tuple[str, int]] = []
-        self.off: set[tuple[str, int]] = set()
+        self.disabled: set[tuple[str, int]] = set()
         self.entered: list[tuple[str, int]] = []
         self.current: tuple[str, ...] = ()
         self.running = False
@@ -166,15 +169,15 @@ class LifecycleMachine(RuleBasedStateMachine):
     def _model_close(self, topologies: set[str]) -> None:
         closing = [key for key in reversed(self.opened) if key[0] in topologies]
         self.opened = [key for key in self.opened if key[0] not in topologies]
-        self.off = {key for key in self.off if key[0] not in topologies}
-        self.known -= topologies
+        self.disabled = {key for key in self.disabled if key[0] not in topologies}
+        self.described -= topologies
         self.due = [one for one in self.due if one not in topologies]
         self._expect_each("close", closing)
 
     def _model_open(self, described: Described) -> None:
         for one in described.listeners:
             key = (described.id, one.index)
-            if one.listener is None or key in self.opened or key in self.off:
+            if one.listener is None or key in self.opened or key in self.disabled:
                 continue
             try:
                 self._expect("open", key)
@@ -182,7 +185,7 @@ class LifecycleMachine(RuleBasedStateMachine):
                 self._expect("close", key)
                 if one.required or not isinstance(error, Exception):
                     raise
-                self.off.add(key)
+                self.disabled.add(key)
             else:
                 self.opened.append(key)
 
@@ -223,7 +226,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     def begin(self, chain, plan):
         for each in chain:
             self.lifecycle.describe(self.topologies[each])
-            self.known.add(each)
+            self.described.add(each)
         self.tasks += 1
         task = f"task {self.tasks}"
         self._compare(plan, lambda: self._model_begin(chain, task), lambda: self.lifecycle.begin(chain, task))
@@ -256,7 +259,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule(plan=PLANS)
     def close_all(self, plan):
         def model():
-            known = set(self.known)
+            known = set(self.described)
             raised = None
             steps = (lambda: self._model_end(None), lambda: self._model_close(known | set(self.due)))
             for step in steps:
@@ -276,7 +279,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         assert self.lifecycle.busy == self.running
         assert self.lifecycle.anything_open == bool(self.opened)
         for each in self.topologies.values():
-            assert self.lifecycle.knows(each.id) == (each.id in self.known)
+            assert self.lifecycle.knows(each.id) == (each.id in self.described)
             for one in each.listeners:
                 assert self.lifecycle.is_open(each.id, one.index) == ((each.id, one.index) in self.opened)
 
@@ -526,13 +529,13 @@ def test_closing_is_set_while_a_listener_closes():
             seen.append(("recorded", lifecycle.closing))
             super().remove(key)
 
-    def opens(topology, registered):
+    def open_hook(topology, registered):
         seen.append(("open", lifecycle.closing))
         if registered.index == 1:
             raise HookError
 
     lifecycle._opened = Opened()
-    hooks.open = opens
+    hooks.open = open_hook
     hooks.close = lambda topology, registered: seen.append(("close", lifecycle.closing))
     lifecycle.begin(["a"], "task")
     lifecycle.end(None)
@@ -597,7 +600,7 @@ def test_listeners_of_another_process_are_not_opened_or_closed_here():
     error."""
     remote, gone = Plain("remote"), Plain("gone")
     lifecycle, hooks = new_lifecycle(
-        topology("a", elsewhere(remote, "a port"), elsewhere(gone, LookupError("its agent is lost")))
+        topology("a", opened_elsewhere(remote, "a port"), opened_elsewhere(gone, LookupError("its agent is lost")))
     )
     lifecycle.begin(["a"], "task")
     assert lifecycle.find(remote._stagecrew) == "a port"
@@ -660,10 +663,10 @@ def test_the_error_of_find_names_where_it_searched():
     assert (elsewhere.value.inside, elsewhere.value.registered) == (("name of a",), ("Plain",))
     lifecycle.end(None)
 
-    def asks(topology, registered):
+    def find_target(topology, registered):
         lifecycle.find(target._stagecrew)
 
-    hooks.open = asks
+    hooks.open = find_target
     with pytest.raises(LookupError, match=r"it is not open yet: listeners open in the order registered"):
         lifecycle.begin(["a", "b"], "task")
     hooks.open = lambda topology, registered: None
@@ -804,10 +807,10 @@ def test_a_listener_finds_listeners_that_opened_earlier():
     lifecycle, hooks = new_lifecycle(topology("a", first, second))
     found = []
 
-    def opens(topology, registered):
+    def open_hook(topology, registered):
         if registered.listener is second:
             found.append(lifecycle.find(first._stagecrew))
 
-    hooks.open = opens
+    hooks.open = open_hook
     lifecycle.begin(["a"], "task")
     assert found == [first]

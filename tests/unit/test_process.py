@@ -73,7 +73,7 @@ def executor(monkeypatch):
 
     with spark, results, os.fdopen(os.dup(results.fileno()), "wb") as output:
         yield SimpleNamespace(
-            worker=worker_process.WorkerProcess("place"), say=executor_end.sendall, receive=receive, end=executor_end.close, ended=ended,
+            worker=worker_process.WorkerProcess("place"), send=executor_end.sendall, receive=receive, end=executor_end.close, ended=ended,
             spark=spark, output=output,
         )  # fmt: skip
     signal.pthread_sigmask(signal.SIG_UNBLOCK, worker_process._END_SIGNALS)
@@ -92,7 +92,7 @@ def description(topology: str, target: str = "stagecrew:LoggingContext") -> byte
 
 
 def task(attempt: int = 5, **properties: str) -> Any:
-    """A TaskContext of PySpark with these local properties."""
+    """A fake of PySpark's TaskContext with these local properties."""
     return SimpleNamespace(
         taskAttemptId=lambda: attempt,
         stageId=lambda: 1,
@@ -180,10 +180,10 @@ def exit_code(pid: int) -> int:
 
 def test_a_close_that_arrives_with_a_description(executor):
     """A worker that reads a CLOSE while it waits for a description confirms it as soon as the task has ended."""
-    executor.say(description("a"))
+    executor.send(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
-    executor.say(encode("CLOSE", topology="a") + description("b"))
+    executor.send(encode("CLOSE", topology="a") + description("b"))
     executor.worker.begin(TASK, ["b"], executor.output)
     executor.worker.end(None)
     worker_end, executor_end = socket.socketpair()
@@ -202,7 +202,7 @@ def test_a_close_that_arrives_with_a_description(executor):
 
 def test_a_lost_executor_closes_everything(executor):
     """An idle worker whose channel breaks closes its listeners, and continues as a plain worker."""
-    executor.say(description("a"))
+    executor.send(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     assert executor.worker.anything_open
@@ -215,7 +215,7 @@ def test_a_lost_executor_closes_everything(executor):
 
 def test_a_worker_that_is_no_longer_needed_closes_everything(executor):
     """An idle worker whose Spark stream ends closes its listeners, and sends the reason to the executor."""
-    executor.say(description("a"))
+    executor.send(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     worker_end, executor_end = socket.socketpair()
@@ -228,7 +228,7 @@ def test_a_worker_that_is_no_longer_needed_closes_everything(executor):
 
 def test_a_kill_during_a_task_is_raised_once(executor):
     """SIGTERM raises `TaskKilled` in the task's code. A second signal, or a signal after the task, raises nothing."""
-    executor.say(description("a"))
+    executor.send(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     with pytest.raises(TaskKilled, match="SIGTERM"):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -242,7 +242,7 @@ def test_a_kill_during_a_task_is_raised_once(executor):
 def test_a_kill_ends_the_output_stream(executor):
     """After SIGTERM, Spark reads the output that was flushed before it and, once the task has ended, the end of the
     stream. Later output is discarded."""
-    executor.say(description("a"))
+    executor.send(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.output.write(b"flushed")
     executor.output.flush()
@@ -259,7 +259,7 @@ def test_a_kill_ends_the_output_stream(executor):
 
 def test_a_kill_without_a_free_file_descriptor(executor, monkeypatch):
     """A task is killed even if no file descriptor is free with which to end Spark's stream."""
-    executor.say(description("a"))
+    executor.send(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     monkeypatch.setattr(os, "dup", lambda _: (_ for _ in ()).throw(OSError(24, "Too many open files")))
     with pytest.raises(TaskKilled):
@@ -272,7 +272,7 @@ def test_a_kill_without_a_free_file_descriptor(executor, monkeypatch):
 
 def test_the_executor_refuses_a_topology(executor):
     """If the executor refuses a topology, its reason is raised in the task, which ends like any other."""
-    executor.say(encode("REFUSED", reason="this topology is closed"))
+    executor.send(encode("REFUSED", reason="this topology is closed"))
     with pytest.raises(ChannelError, match="the executor refused this process: this topology is closed"):
         executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
@@ -310,7 +310,7 @@ def test_a_kill_of_a_task_without_listeners_closes_open_ones(executor, journal, 
 
     The task ends, and the open listeners close.
     """
-    executor.say(journal_description("a"))
+    executor.send(journal_description("a"))
     running, killed = tmp_path / "running", tmp_path / "killed"
     worker = executor.worker
     monkeypatch.setattr(worker, "wait_for_task", lambda _: None)  # the signal has arrived
@@ -352,7 +352,7 @@ def wait_until(condition: Any) -> None:
 def test_a_kill_while_a_task_without_listeners_is_read(executor, journal):
     """A kill that arrives while Spark's worker reads a task is raised once, when the task begins. After a task, a
     signal is only recorded."""
-    executor.say(journal_description("a"))
+    executor.send(journal_description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     executor.worker.resumed()
@@ -394,7 +394,7 @@ def test_a_kill_during_the_close_after_a_failed_open(executor, monkeypatch):
     module = ModuleType("of_this_test")
     module.journal = Broken()
     monkeypatch.setitem(sys.modules, "of_this_test", module)
-    executor.say(journal_description("a"))
+    executor.send(journal_description("a"))
     with pytest.raises(TaskKilled):
         executor.worker.begin(TASK, ["a"], executor.output)
     assert closed == [1]
@@ -408,7 +408,7 @@ def test_a_kill_during_the_close_after_a_failed_open(executor, monkeypatch):
 def test_the_stage_attempt(executor, journal, properties, attempt):
     """The stage attempt, which PySpark's TaskContext lacks, is read from a local property. Without the property it is
     0."""
-    executor.say(journal_description("a"))
+    executor.send(journal_description("a"))
     executor.worker.begin(task(**properties), ["a"], executor.output)
     executor.worker.end(None)
     (properties_of_task,) = journal.tasks
@@ -422,7 +422,7 @@ def test_an_idle_worker_reports_the_timeout_of_its_closes(executor, journal, mon
     """An idle worker reports the sum of its open listeners' close timeouts. `forget` resets the sum."""
     monkeypatch.setattr(graceful_shutdown, "_needed", graceful_shutdown._shared_table())
     close_timeout = lambda: graceful_shutdown._needed[os.getpid()]  # noqa: E731
-    executor.say(journal_description("a") + description("b"))
+    executor.send(journal_description("a") + description("b"))
     executor.worker.begin(TASK, ["a", "b"], executor.output)
     executor.worker.end(None)
     worker_end, executor_end = socket.socketpair()
@@ -443,7 +443,7 @@ def test_an_idle_worker_reports_the_timeout_of_its_closes(executor, journal, mon
 def test_a_child_forked_by_a_task(executor, journal, fork_process, how):
     """A forked child can get open listeners, and SIGTERM terminates it. It calls no hook, and does not keep the
     worker's channel open."""
-    executor.say(journal_description("a"))
+    executor.send(journal_description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     ready, ready_writer = os.pipe()
 
@@ -495,7 +495,7 @@ def test_a_child_forked_by_a_hook_has_no_timer_handler(executor, monkeypatch, fo
     module = ModuleType("of_this_test")
     module.journal = Forks()
     monkeypatch.setitem(sys.modules, "of_this_test", module)
-    executor.say(journal_description("a"))
+    executor.send(journal_description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     assert [exit_code(pid) for pid in pids] == [4, 6]

@@ -46,17 +46,17 @@ def run(*arguments):
 
 
 @contextlib.contextmanager
-def jobs():
-    with open_jobs(os.environ["STAGECREW_STORE"], os.environ["STAGECREW_STATE"]) as known:
-        yield FencedJobs(known._store, known._storage)
+def stored_jobs():
+    with open_jobs(os.environ["STAGECREW_STORE"], os.environ["STAGECREW_STATE"]) as jobs:
+        yield FencedJobs(jobs._store, jobs._storage)
 
 
 def end(job, result):
     """Ends a job with this result, as its run would."""
-    with jobs() as known:
-        record, version = known.read(job)
-        known.start_run(job, (record, version), known.claim_version(job))
-        known.finish(job, known.read(job), JobState(result.state), result)
+    with stored_jobs() as jobs:
+        record, version = jobs.read(job)
+        jobs.start_run(job, (record, version), jobs.claim_version(job))
+        jobs.finish(job, jobs.read(job), JobState(result.state), result)
 
 
 def test_an_id_submitted_twice_is_one_job(places):
@@ -71,9 +71,9 @@ def test_an_id_submitted_twice_is_one_job(places):
     assert (other.exit_code, "already exists with different content (state: submitted)" in other.stderr) == (1, True)
     end("nightly", Result.of_value(7))
     assert run("submit", "--id", "nightly", "--arg", "day=1", "etl:load").output == "nightly\n"
-    with jobs() as known:
-        assert known.names() == ["nightly"]
-        assert known.read("nightly")[0].state == "succeeded"
+    with stored_jobs() as jobs:
+        assert jobs.names() == ["nightly"]
+        assert jobs.read("nightly")[0].state == "succeeded"
 
 
 @pytest.mark.parametrize("option", ["store", "state"])
@@ -86,15 +86,15 @@ def test_a_missing_store_or_state_option(places, monkeypatch, option, command):
     assert f"Missing option '--{option}'. Set STAGECREW_{option.upper()} or pass --{option}, such as " in refused.stderr
 
 
-def test_options_of_a_function_may_follow_it(places):
+def test_options_can_follow_a_function(places):
     """Options of `submit` are accepted after a function. Words after a script are the script's arguments, even if they
     look like options."""
     assert run("submit", "--id", "one", "etl:load", "--arg", "day=1").output == "one\n"
     assert run("submit", "etl:load", "--arg=day=1", "--json", "--id", "one").output == '{"id": "one"}\n'
     assert run("submit", "job.py", "--arg", "day=1", "--json", "--id", "two").output.startswith("job.py-")
-    with jobs() as known:
-        (script,) = (name for name in known.names() if name != "one")
-        assert known.spec(script).arguments == ("--arg", "day=1", "--json", "--id", "two")
+    with stored_jobs() as jobs:
+        (script,) = (name for name in jobs.names() if name != "one")
+        assert jobs.spec(script).arguments == ("--arg", "day=1", "--json", "--id", "two")
 
 
 def test_a_job_of_an_earlier_stagecrew(places):
@@ -112,9 +112,9 @@ def test_a_job_of_an_earlier_stagecrew(places):
         "max_attempts": 10,
     }
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    with jobs() as known:
-        record, version = known.read("old")
-        known._store.transact(Replace("jobs/old", dataclasses.replace(record, digest=digest).to_bytes(), version))
+    with stored_jobs() as jobs:
+        record, version = jobs.read("old")
+        jobs._store.transact(Replace("jobs/old", dataclasses.replace(record, digest=digest).to_bytes(), version))
     assert run("submit", "--id", "old", "--arg", "day=1", "etl:load").output == "old\n"
     assert run("submit", "--id", "old", "--arg", "day=2", "etl:load").exit_code == 1
     assert JobSpec.from_bytes(json.dumps(body).encode()).arguments == cloudpickle.dumps({"day": "1"})
@@ -123,8 +123,8 @@ def test_a_job_of_an_earlier_stagecrew(places):
 def test_a_stored_spec_submitted_again(places):
     """A spec that is read from the store and submitted again with its id is the same job."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        assert known.submit(known.spec("one"), "one") == "one"
+    with stored_jobs() as jobs:
+        assert jobs.submit(jobs.spec("one"), "one") == "one"
 
 
 def test_the_longest_names(places):
@@ -135,9 +135,9 @@ def test_the_longest_names(places):
     made = run("submit", "--json", long.name)
     assert (made.exit_code, list(json.loads(made.output))) == (0, ["id"])
     assert len(json.loads(made.output)["id"]) < 100
-    with jobs() as known:
-        assert known.names() == sorted([json.loads(made.output)["id"], "y" * 100])
-        record = Job("y" * 100, 1, known.handles("y" * 100, "steps"), known.handles("y" * 100, "commits"))
+    with stored_jobs() as jobs:
+        assert jobs.names() == sorted([json.loads(made.output)["id"], "y" * 100])
+        record = Job("y" * 100, 1, jobs.handles("y" * 100, "steps"), jobs.handles("y" * 100, "commits"))
         name = "z" * 40
         assert len(record.step(name, lambda: record.commit_id(name))) == 182
         with pytest.raises(ConfigurationError, match="has 201 characters, and the limit is 200"):
@@ -149,8 +149,8 @@ def test_a_job_does_not_depend_on_its_submitter(places):
     job = run("submit", "--conf", "spark.x=1=2", "--py-files", "etl.py", "job.py", "--verbose", "a b").output.strip()
     (places / "job.py").unlink()
     (places / "etl.py").unlink()
-    with jobs() as known:
-        spec = known.spec(job)
+    with stored_jobs() as jobs:
+        spec = jobs.spec(job)
     assert (spec.script, spec.arguments, dict(spec.files)) == (
         b"print(1)\n", ("--verbose", "a b"), {"etl.py": b"def load(day):\n    return day\n"},
     )  # fmt: skip
@@ -218,11 +218,11 @@ def test_a_job_that_ends_during_result(places, monkeypatch, ends_after):
 def test_the_result_of_a_cancelled_job(places):
     """For a cancelled job, `result` has exit code 4, and shows a reason and no value."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        known.start_ending("one", known.read("one"), JobState.CANCELLED, "somebody has cancelled it")
+    with stored_jobs() as jobs:
+        jobs.start_ending("one", jobs.read("one"), JobState.CANCELLED, "somebody has cancelled it")
         assert run("result", "one").exit_code == 5  # its decided commits may not be applied yet
         result = Result("cancelled", "somebody has cancelled it")
-        known.finish("one", known.read("one"), JobState.CANCELLED, result)
+        jobs.finish("one", jobs.read("one"), JobState.CANCELLED, result)
     outcome = run("result", "one", "--wait")
     assert (outcome.exit_code, outcome.output) == (4, "job one has been cancelled: somebody has cancelled it\n")
     outcome = run("result", "--json", "one")
@@ -247,8 +247,8 @@ def test_an_unreadable_result(places, damage):
     assert run("result", "two").output == "two\n"
     assert [one["id"] for one in json.loads(run("jobs", "--json").output)["jobs"]] == ["one", "two"]
     assert file.exists() == (damage is not None)
-    with jobs() as known:
-        assert known._store.read("results/one") is not None
+    with stored_jobs() as jobs:
+        assert jobs._store.read("results/one") is not None
 
 
 def test_cancel_can_be_repeated(places):
@@ -256,8 +256,8 @@ def test_cancel_can_be_repeated(places):
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     assert "the leader will end it" in run("cancel", "one").output
     assert json.loads(run("cancel", "--json", "one").output) == {"id": "one", "state": "submitted", "requested": True}
-    with jobs() as known:
-        assert known.is_cancel_requested("one")
+    with stored_jobs() as jobs:
+        assert jobs.is_cancel_requested("one")
     end("one", Result.of_value(None))
     assert "is already succeeded" in run("cancel", "one").output
 
@@ -266,8 +266,8 @@ def test_one_unreadable_job_does_not_hide_the_others(places):
     """`jobs` lists all readable jobs and names the unreadable ones, of which nothing is deleted."""
     for job in ("good", "bad"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        known._store.transact(Replace("jobs/bad", b"not a record", 0))
+    with stored_jobs() as jobs:
+        jobs._store.transact(Replace("jobs/bad", b"not a record", 0))
     listed = json.loads(run("jobs", "--json").output)
     assert [one["id"] for one in listed["jobs"]] == ["good"]
     assert [one["id"] for one in listed["unreadable"]] == ["bad"]
@@ -275,15 +275,15 @@ def test_one_unreadable_job_does_not_hide_the_others(places):
     for command in (("result", "bad"), ("cancel", "bad"), ("submit", "--id", "bad", "--arg", "day=1", "etl:load")):
         outcome = run(*command)
         assert (outcome.exit_code, "cannot be read" in outcome.stderr) == (1, True)
-    with jobs() as known:
-        assert known.names() == ["bad", "good"]
+    with stored_jobs() as jobs:
+        assert jobs.names() == ["bad", "good"]
 
 
 def test_a_record_of_a_newer_stagecrew(places):
     """The message for a job that a newer stagecrew stored names the newer format."""
     run("submit", "--id", "new", "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        known._store.transact(
+    with stored_jobs() as jobs:
+        jobs._store.transact(
             Replace("jobs/new", JobRecord("d", 1, 0.0).to_bytes().replace(b'"format": 1', b'"format": 2'), 0)
         )
     outcome = run("result", "new")
@@ -292,10 +292,10 @@ def test_a_record_of_a_newer_stagecrew(places):
 
 def test_leader(places):
     """`leader` prints the leader's term, host and process, as text and as JSON. The exit code is 0."""
-    with jobs() as known:
-        known._store.ensure("leader", TERM)
-        info = LeaderInfo.of_this_process(1, known._store.session)
-        known._store.transact(Create(HOLDER, info.to_bytes(), ephemeral=True), Replace(TERM, info.to_bytes(), 0))
+    with stored_jobs() as jobs:
+        jobs._store.ensure("leader", TERM)
+        info = LeaderInfo.of_this_process(1, jobs._store.session)
+        jobs._store.transact(Create(HOLDER, info.to_bytes(), ephemeral=True), Replace(TERM, info.to_bytes(), 0))
         outcome = run("leader")
         assert (outcome.exit_code, outcome.output) == (0, f"term 1: process {os.getpid()} on {info.host}\n")
         outcome = run("leader", "--json")
@@ -383,7 +383,7 @@ def test_a_store_of_an_older_stagecrew(places, number, ending):
     [line] = ended.stderr.splitlines()
     assert "run 2 of job 'one' cannot start" in line
     assert not [part for part in words if part not in line], line
-    with pytest.raises(StoreUnsupported, match="An older stagecrew wrote it"), jobs():
+    with pytest.raises(StoreUnsupported, match="An older stagecrew wrote it"), stored_jobs():
         pass
     found = coordination_store(os.environ["STAGECREW_STORE"])
     assert found.status == "failed"
@@ -448,16 +448,16 @@ def test_sweep(places):
     assert json.loads(run("sweep", "--json").output)["removed"] == 0
     assert json.loads(run("sweep", "--json", "--grace", "0").output)["removed"] == 1
     assert {path for path in (places / "state").rglob("*") if path.is_file()} == before
-    with jobs() as known:
-        assert known.spec("one").target == "etl:load"
+    with stored_jobs() as jobs:
+        assert jobs.spec("one").target == "etl:load"
 
 
 def test_a_sweep_with_unreadable_records(places):
     """`sweep` names unreadable records, keeps all states that they could refer to, and has exit code 1."""
     for job in ("one", "two"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        known._store.transact(Replace("specs/one", b"no reference", known._store.read("specs/one").version))
+    with stored_jobs() as jobs:
+        jobs._store.transact(Replace("specs/one", b"no reference", jobs._store.read("specs/one").version))
     before = {path for path in (places / "state").rglob("*") if path.is_file()}
     outcome = run("sweep", "--grace", "0")
     assert (outcome.exit_code, "specs/one" in outcome.output) == (1, True), outcome.output
@@ -470,11 +470,11 @@ def test_a_sweep_with_unreadable_records(places):
 def submit_and_clean(job, ended_ago):
     """Submits a job, ends it `ended_ago` seconds in the past as its run would, and cleans it as a leader would."""
     run("submit", "--id", job, "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        known._clock = lambda: time.time() - ended_ago
-        known.start_run(job, known.read(job), known.claim_version(job))
-        known.finish(job, known.read(job), JobState.SUCCEEDED, Result.of_value(job))
-        known.clean_up(job)
+    with stored_jobs() as jobs:
+        jobs._clock = lambda: time.time() - ended_ago
+        jobs.start_run(job, jobs.read(job), jobs.claim_version(job))
+        jobs.finish(job, jobs.read(job), JobState.SUCCEEDED, Result.of_value(job))
+        jobs.clean_up(job)
 
 
 def test_prune(places):
@@ -502,9 +502,9 @@ def test_prune(places):
     assert run("jobs", "--prune", "12h").output == "1 job removed\n"
     assert json.loads(run("jobs", "--json", "--prune", "0s").output) == {"removed": 0, "failed": {}}
     assert run("submit", "--id", "old", "--arg", "day=2", "etl:load").output == "old\n"
-    with jobs() as known:
-        assert known.open_names() == ["old", "open", "unclean"]
-        assert known.result("unclean").value() == 7
+    with stored_jobs() as jobs:
+        assert jobs.open_names() == ["old", "open", "unclean"]
+        assert jobs.result("unclean").value() == 7
 
 
 def test_a_prune_that_cannot_remove_a_job(places):
@@ -512,16 +512,16 @@ def test_a_prune_that_cannot_remove_a_job(places):
     1."""
     for job in ("bad", "good"):
         submit_and_clean(job, 40 * 86400)
-    with jobs() as known:
-        known._store.transact(Replace("jobs/bad", b"not a record", known._store.read("jobs/bad").version))
+    with stored_jobs() as jobs:
+        jobs._store.transact(Replace("jobs/bad", b"not a record", jobs._store.read("jobs/bad").version))
     outcome = run("jobs", "--prune", "30d")
     assert outcome.exit_code == 1
     assert outcome.output.splitlines()[0] == "1 job removed"
     assert "job 'bad': its record cannot be read" in outcome.output.splitlines()[1]
     outcome = run("jobs", "--json", "--prune", "30d")
     assert (outcome.exit_code, list(json.loads(outcome.output)["failed"])) == (1, ["bad"])
-    with jobs() as known:
-        assert known.names() == ["bad"]
+    with stored_jobs() as jobs:
+        assert jobs.names() == ["bad"]
 
 
 def test_the_option_keep_of_a_driver(places, monkeypatch):
@@ -582,8 +582,8 @@ def test_bad_input(places, arguments, code, text):
     outcome = run(*arguments)
     assert (outcome.exit_code, text in outcome.stderr) == (code, True), outcome.output + outcome.stderr
     assert "Traceback" not in outcome.stderr
-    with jobs() as known:
-        assert known.names() == []
+    with stored_jobs() as jobs:
+        assert jobs.names() == []
 
 
 def test_without_a_store(monkeypatch):
@@ -597,8 +597,8 @@ def test_without_a_store(monkeypatch):
 def test_the_api_sees_the_same_jobs(places):
     """The Python API shows the jobs that the commands submitted."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        assert isinstance(known, Jobs)
-        assert known.result("one") is None
-        records, unreadable = known.all()
+    with stored_jobs() as jobs:
+        assert isinstance(jobs, Jobs)
+        assert jobs.result("one") is None
+        records, unreadable = jobs.all()
         assert (list(records), unreadable) == (["one"], {})

@@ -125,7 +125,7 @@ def test_an_interrupt_ends_the_retries(time):
 
 def test_rounds_are_repeated_while_all_errors_are_transient(time):
     """Rounds are repeated while all their errors are transient. A round that starts after the deadline is the last one,
-    and is told so. Any other error ends the rounds and is raised."""
+    and `last` is true for it. Any other error ends the rounds and is raised."""
     rounds = []
 
     def work(last):

@@ -1,4 +1,4 @@
-"""Statistics of coordinators: counts are correct, waits name what they wait for, and faulty hooks break nothing."""
+"""Statistics of coordinators: counts are correct, `waitsFor` is precise, and faulty hooks break nothing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ HARNESS_USE = "operator/1"
 
 
 def statistics_after(harness, seconds=3):
-    """What the driver's JVM knows after some rounds of statistics: the latest numbers of the harness's use, and the
-    sums."""
+    """The latest statistics of the harness's use after some rounds, as the driver's JVM has them, and the sums."""
     known, sums = {}, {}
     for _ in range(seconds):
         if (frame := harness._host.statistics()) is not None:
@@ -43,7 +42,7 @@ def merge(frame, known, sums):
     sums.update(body["totals"])
 
 
-def last(harness):
+def final_statistics(harness):
     known, sums = {}, {}
     merge(harness.operators.last_statistics(), known, sums)
     return known[HARNESS_USE], sums
@@ -112,7 +111,7 @@ def test_all_counts():
         five.request("again")
         found, sums = statistics_after(harness)
         assert (found["live"], found["requests"], sums["requests"]) == (1, 4, 4)
-    found, sums = last(harness)
+    found, sums = final_statistics(harness)
     assert (found["state"], found["live"], found["failed"], found["requests"]) == ("closed", 0, 3, 4)
     assert {name: found[name] for name in ("failed", "eventsOut", "replies")} == {
         name: sums[name] for name in ("failed", "eventsOut", "replies")
@@ -161,7 +160,7 @@ def test_unhandled_messages_are_queued():
         harness.coordinator.handle_event = lambda *_: (one.send("dropped"), harness.reset())
         one.send("first")
         assert queued() == 0
-    assert last(harness)[0]["queued"] == 0
+    assert final_statistics(harness)[0]["queued"] == 0
 
 
 def test_ended_bindings_have_no_queued_messages():
@@ -241,7 +240,7 @@ def test_the_error_of_a_failed_coordinator():
         assert found["state"] == "failed"
         assert found["lastError"].startswith("RuntimeError: xxx")
         assert len(found["lastError"]) == 1000
-    assert last(harness)[0]["state"] == "failed"
+    assert final_statistics(harness)[0]["state"] == "failed"
 
 
 def test_reports_are_bounded():

@@ -28,7 +28,7 @@ SUM = ReducerCall("sum")
 
 @settings(deadline=None)
 @given(st.data())
-def test_any_order(data):
+def test_a_step_has_all_values_in_any_order(data):
     """In whatever order subtasks reach a step, the step returns all values in the order of the subtasks."""
     subtasks = data.draw(st.integers(1, 5))
     group = SuperstepGroup("x", subtasks)
@@ -67,7 +67,7 @@ def test_a_different_number_of_calls(data):
     assert any(f"subtask {one} ended after {calls[one]} steps" in text for one in ended | set(range(subtasks)))
 
 
-def test_other_differences():
+def test_a_subtask_that_differs_gets_an_error():
     """A subtask that uses another reducer, is at another step, or reaches a step twice gets an error that names it."""
     group = SuperstepGroup("operator 'x'", 3)
     group.add(1, 0, SUM, 1)
@@ -177,7 +177,7 @@ class Product:
         return a * b
 
 
-def test_an_unknown_reducer_is_misused():
+def test_an_invalid_reducer_is_refused():
     """An unknown name, an object that cannot be called, or a function that cannot be pickled is refused in the task."""
     lock = threading.Lock()
     with pytest.raises(OperatorMisused, match="'average' is none of them"):
@@ -419,7 +419,7 @@ def test_tasks_that_reduce_with_different_functions_fail(order, reducers, names)
 
 
 def test_a_named_function_can_be_created_again_in_each_step():
-    """Lambdas that each task creates anew in each step are one reducer if they have the same name."""
+    """Lambdas that each task creates again in each step are one reducer if they have the same name."""
     with harness_of() as harness:
         one, other = FakeTask(harness, 0), FakeTask(harness, 1)
         for step in range(200):

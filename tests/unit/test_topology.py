@@ -356,9 +356,9 @@ def test_active_topologies(crew):
 
 def test_close_all(crew):
     """`close_all` closes all topologies of all threads in reverse, cancels their jobs, and raises the first error."""
-    a, b = topology(crew, "a").start(), failed(crew, "b")
+    a, b = topology(crew, "a").start(), with_failed_coordinator(crew, "b")
     c = in_thread(topology(crew, "c").start)
-    d = failed(crew, "d")
+    d = with_failed_coordinator(crew, "d")
     with pytest.raises(CoordinatorFailed, match="'d' failed"):
         crew.close_all()
     assert crew.connection.facade.ended == [d.id, c.id, b.id, a.id]
@@ -410,7 +410,7 @@ def test_a_query_that_starts_while_it_is_cancelled(crew):
     assert crew.connection.facade.calls == []
 
 
-def failed(crew: Crew, name: str) -> Topology:
+def with_failed_coordinator(crew: Crew, name: str) -> Topology:
     """An active topology with a failed coordinator."""
     one = topology(crew, name).start()
     one.operators.cause = ZeroDivisionError(f"of {name}")
@@ -420,7 +420,7 @@ def failed(crew: Crew, name: str) -> Topology:
 def test_a_failure_of_a_coordinator_is_raised_once(crew):
     """A coordinator's failure is raised by the first `close` of its own topology, even if an outer topology's close has
     already ended it. Later closes do not raise it."""
-    outer, inner = failed(crew, "outer"), failed(crew, "inner")
+    outer, inner = with_failed_coordinator(crew, "outer"), with_failed_coordinator(crew, "inner")
     with pytest.raises(CoordinatorFailed, match="'outer' failed: ZeroDivisionError: of outer"):
         outer.close()
     assert inner.has_ended
@@ -432,7 +432,7 @@ def test_a_failure_of_a_coordinator_is_raised_once(crew):
 
 def test_a_failure_of_a_coordinator_after_another_error(crew):
     """If closing itself fails, that error is raised first. The next `close` raises the coordinator's failure."""
-    one = failed(crew, "t")
+    one = with_failed_coordinator(crew, "t")
     crew.connection.facade.activity = lambda _: 1 / 0
     with pytest.raises(ZeroDivisionError, match="division"):
         one.close()
@@ -443,7 +443,7 @@ def test_a_failure_of_a_coordinator_after_another_error(crew):
 def test_a_failure_of_a_coordinator_hides_no_interrupt(crew):
     """A KeyboardInterrupt is raised instead of a coordinator's failure, both by `close` in a `finally` block and by a
     `with` block."""
-    one = failed(crew, "t")
+    one = with_failed_coordinator(crew, "t")
     with pytest.raises(KeyboardInterrupt):
         try:
             raise KeyboardInterrupt

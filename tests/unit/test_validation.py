@@ -21,7 +21,7 @@ from stagecrew.session.registration import checked, pickled
 CONTEXT = ListenerContext("app", "topology", "id", "1", "localhost", Scope.WORKER)
 
 
-def of_resource(**options: Any) -> Any:
+def resource_with(**options: Any) -> Any:
     """Returns a resource whose function was decorated with these options."""
 
     @resource(**options)
@@ -31,12 +31,12 @@ def of_resource(**options: Any) -> Any:
     return pool()
 
 
-def of_class(scope: Any = Scope.WORKER, lifetime: Any = Lifetime.APPLICATION) -> Any:
+def class_with(scope: Any = Scope.WORKER, lifetime: Any = Lifetime.APPLICATION) -> Any:
     """Returns a listener whose class has these attributes."""
     return type("Pool", (Listener,), {"scope": scope, "lifetime": lifetime})()
 
 
-def of_instance(**attributes: Any) -> Any:
+def instance_with(**attributes: Any) -> Any:
     """Returns a registered listener that got these attributes after its creation."""
     listener = Listener()
     vars(listener).update(attributes)
@@ -64,30 +64,30 @@ class Frozen(Listener):
 # -- scopes and lifetimes
 
 
-@pytest.mark.parametrize("made", [of_resource, of_class, of_instance])
-def test_scopes_and_lifetimes_can_be_given_as_text(made):
+@pytest.mark.parametrize("make", [resource_with, class_with, instance_with])
+def test_scopes_and_lifetimes_can_be_given_as_text(make):
     """`"executor"` works like `Scope.EXECUTOR`, and `"execution"` like `Lifetime.EXECUTION`, also when pickled."""
-    listener = pickle.loads(pickled([made(scope="executor", lifetime="execution")])[0])
+    listener = pickle.loads(pickled([make(scope="executor", lifetime="execution")])[0])
     assert (listener.scope, listener.lifetime) == (Scope.EXECUTOR, Lifetime.EXECUTION)
 
 
-@pytest.mark.parametrize("made", [of_resource, of_class, of_instance])
+@pytest.mark.parametrize("make", [resource_with, class_with, instance_with])
 @pytest.mark.parametrize("wrong", ["node", "EXECUTOR", None, 1, Lifetime.EXECUTION])
-def test_an_unknown_scope_is_refused(made, wrong):
+def test_an_unknown_scope_is_refused(make, wrong):
     """An unknown scope is refused when the class is defined, the function decorated or the listener registered. The
     error lists the valid scopes."""
     with pytest.raises(ConfigurationError, match=r"^scope .* is none of 'worker', 'executor'"):
-        made(scope=wrong)
+        make(scope=wrong)
 
 
-@pytest.mark.parametrize("made", [of_resource, of_class, of_instance])
-def test_an_unknown_lifetime_is_refused(made):
+@pytest.mark.parametrize("make", [resource_with, class_with, instance_with])
+def test_an_unknown_lifetime_is_refused(make):
     """An unknown lifetime is refused when the class is defined, the function decorated or the listener registered."""
     with pytest.raises(ConfigurationError, match=r"^lifetime .* is none of 'application', 'execution'"):
-        made(lifetime="job")
+        make(lifetime="job")
 
 
-def test_a_listener_may_compute_its_scope():
+def test_a_listener_can_compute_its_scope():
     """A listener's scope can be a property, or a field of a frozen dataclass."""
     assert checked([ScopedByProperty("executor")])[0].scope is Scope.EXECUTOR
     assert checked([Frozen("executor")])[0].scope is Scope.EXECUTOR
