@@ -70,7 +70,8 @@ def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def master(request: pytest.FixtureRequest) -> str:
     """The Spark masters with which the contract must hold.
 
-    `make test` uses the standalone cluster for tests that need executors in processes of their own.
+    `make test` uses a local master and the standalone cluster, whose executors are processes of their own.
+    `make test-long` also uses local-cluster.
     """
     return request.getfixturevalue("standalone") if request.param == "standalone" else request.param
 

@@ -200,7 +200,7 @@ def test_the_module_of_a_function_is_part_of_the_job(tmp_path, monkeypatch):
 
 
 def test_invalid_jobs_are_refused(tmp_path):
-    """The error for an invalid job says what is wrong."""
+    """The error for an invalid job names the problem."""
     script = tmp_path / "job.py"
     script.write_text("print(1")
     other = tmp_path / "other"

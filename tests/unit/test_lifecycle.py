@@ -758,7 +758,7 @@ def test_a_notebook_cell_run_again_with_other_code(how, old, new):
 
 
 def test_a_notebook_cell_run_again_unchanged():
-    """If a cell is run again, its listeners are found even if their position, their comments or the cell's name
+    """After a cell was run again, its listeners are found if only the code's position, its comments or the cell's name
     changed."""
     before, after = cell(CELL), cell("\n# a comment\n" + CELL.replace("    yield", "    # another\n    yield"))
     for one, two in zip(before, after, strict=True):

@@ -172,7 +172,8 @@ def test_prepared_coordinators_are_in_a_checkpoint():
 
 
 def test_a_failed_topology_refuses_bindings():
-    """Binding an operator of a failed topology raises the topology's error, even if it fails during the binding."""
+    """Binding an operator of a failed topology raises the topology's error, even if the topology fails during the
+    binding."""
     _, operators, host, _ = create_operators(RecordsGateways)
     operators.fail(KeyError("k"))
     with pytest.raises(stagecrew.errors.CoordinatorFailed, match="KeyError: 'k'"):

@@ -14,8 +14,8 @@ from stagecrew import recovery
 
 
 def test_public_names_are_sorted_documented_and_the_same_as_at_the_root():
-    """Each public name can be imported, has a docstring, and is the same object at the root. `dir` lists exactly the
-    public names."""
+    """Each public name can be imported and has a docstring. `dir` lists exactly these names. A name that the root also
+    exports is the same object there."""
     assert recovery.__all__ == sorted(recovery.__all__)
     assert dir(recovery) == recovery.__all__
     assert set(recovery._LAZY) == set(recovery.__all__)

@@ -292,7 +292,7 @@ def test_a_job_keeps_its_own_plugins():
 
 
 def test_an_invalid_work_folder_or_spark_home_is_an_error(tmp_path, monkeypatch):
-    """An invalid work folder or SPARK_HOME raises an error that says what is wrong, and leaves no files."""
+    """An invalid work folder or SPARK_HOME raises an error that names the problem, and leaves no files."""
     (tmp_path / "work").write_text("a file")
     launcher = Launcher("sqlite:///x", "/y", tmp_path / "work")
     with pytest.raises(JobError, match="cannot be written into"):

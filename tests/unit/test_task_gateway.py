@@ -126,8 +126,8 @@ def test_a_late_reply_is_dropped(gateway, connection):
 
 
 def test_more_events_are_requested_while_one_is_handled(gateway, connection):
-    """Credit is requested as soon as an event is taken, so that other waiting threads do not starve while this thread
-    handles a large event or the last event of a batch."""
+    """If credit is low when a thread takes the last event, more credit is requested immediately, so that other waiting
+    threads do not starve while this thread handles the event."""
 
     def arrive(*events):
         gateway._handle(Frame("EVENTS", {"first": 1, "payloads": events}))
