@@ -20,7 +20,7 @@ INDEX = st.integers(0, 2)
 JOBS = 5
 JOB = st.sampled_from([f"job-{number}" for number in range(JOBS)])
 KEYS = ["/commits/", "/steps/", "/claim", "results/", "specs/", "leader/", "jobs/", "open/", "ended/"]
-#: A script has up to three entries: a key, a number n, "before" or "after", an event, and the index of its actor or job.
+#: A script has up to three entries: key, number n, "before" or "after", event, and index of the actor or job.
 #: The event happens before or after the n-th transaction of an action that writes the key.
 SCRIPT = st.lists(
     st.tuples(
