@@ -193,8 +193,8 @@ with resolving(lifecycle.find):
 def test_configured_listeners_are_found_from_another_process(tmp_path, monkeypatch):
     """A function that is pickled by value finds each configured listener by its module and name.
 
-    This holds for two listeners with equal arguments, a listener whose arguments differ in the worker, an attribute of a
-    class, and a factory that is called without arguments.
+    This holds for two listeners with equal arguments, a listener whose arguments differ in the worker, an attribute of
+    a class, and a factory that is called without arguments.
     """
     (tmp_path / "configured_pools.py").write_text(
         "import os, stagecrew\n"
@@ -518,8 +518,8 @@ def test_get_outside_of_a_task():
     with pytest.raises(ResourceNotOpen) as never:
         pool("a").get()
     assert str(never.value) == (
-        "listener 'pool' is not open here: get() was called outside of a task, and listeners are only open in tasks. Call it in "
-        "a function that a task runs. A function for foreachBatch runs on the driver. In a test, use "
+        "listener 'pool' is not open here: get() was called outside of a task, and listeners are only open in tasks. "
+        "Call it in a function that a task runs. A function for foreachBatch runs on the driver. In a test, use "
         "`with stagecrew.testing.opened(pool, value=...)`."
     )
 
@@ -534,9 +534,18 @@ INNER = NotRegisteredError(["inner", "outer", "application"], ["orders", "planes
     ("registrations", "task", "missing", "cause", "remedy"),
     [
         ([], TaskOf(), None, "this task belongs to no topology.", "Run the action inside `with crew.topology("),
-        ([], TaskOf(), NotRegisteredError(["application"], ["a"]), "belongs to no topology (it has: 'a')", "configure(builder"),
-        ([], TaskOf(closed=("my-run-2",)), None, "was in topology 'my-run', which has closed", "topology.keep(dataset)"),
-        ([], TaskOf("t-1"), INNER, "this task runs in topology 'inner' inside 'outer', which does not have it", "topology('inner',"),
+        (
+            [], TaskOf(), NotRegisteredError(["application"], ["a"]),
+            "belongs to no topology (it has: 'a')", "configure(builder",
+        ),
+        (
+            [], TaskOf(closed=("my-run-2",)), None,
+            "was in topology 'my-run', which has closed", "topology.keep(dataset)",
+        ),
+        (
+            [], TaskOf("t-1"), INNER,
+            "this task runs in topology 'inner' inside 'outer', which does not have it", "topology('inner',",
+        ),
         ([], TaskOf("t-1"), INNER, "(it has: 'orders', 'planes')", "listeners=[pool]"),
         ([ENRICH], TaskOf("t-1"), INNER, "it was registered for topology 'enrich'", "Register it there"),
         ([ENRICH], TaskOf(), None, THREAD, "topology.wrap(f)"),

@@ -55,6 +55,14 @@ def create_operators(factory):
     return topology, operators, host, operators.add("o", factory, host)
 
 
+def ready_frame(evaluation, binding):
+    """A frame that begins an evaluation of subtask 0."""
+    return encode(
+        "READY", evaluation=evaluation, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0,
+        stage_attempt=0, partitions=1,
+    )  # fmt: skip
+
+
 def test_send_and_fail_during_a_reset(monkeypatch):
     """A coordinator can send and call `fail` in another thread while it is reset.
 
@@ -72,7 +80,7 @@ def test_send_and_fail_during_a_reset(monkeypatch):
             return coordinators[-1]
 
         topology, operators, host, binding = create_operators(factory)
-        host.received("1", encode("READY", evaluation=number, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0, stage_attempt=0, partitions=1))  # fmt: skip
+        host.received("1", ready_frame(number, binding))
         cause = KeyError(number)
         begin = threading.Barrier(2)
 
@@ -141,7 +149,7 @@ def test_an_exit_during_a_blocking_callback(caplog):
             go.wait(30)
 
     _, operators, host, binding = create_operators(Blocking)
-    host.received("1", encode("READY", evaluation=1, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0, stage_attempt=0, partitions=1))  # fmt: skip
+    host.received("1", ready_frame(1, binding))
     host.received("1", encode("EVENTS", evaluation=1, first=1, payloads=[b"\0x"]))
     operators._close_timeout = lambda: 0.2
     try:

@@ -37,7 +37,8 @@ def test_datasets_are_identified_by_their_jvm_objects():
 def test_a_report_has_the_numbers_of_the_driver():
     """A report contains each number of the driver's response. A number that the response lacks is 0."""
     response = {
-        "inProgress": 1, "outputs": 2, "outputBytes": 3, "blocks": 4, "blockBytes": 5, "released": 6, "releasedBytes": 7,
+        "inProgress": 1, "outputs": 2, "outputBytes": 3, "blocks": 4, "blockBytes": 5, "released": 6,
+        "releasedBytes": 7,
     }  # fmt: skip
     # the response lacks `releaseFailures`
     assert PartitionReport._from_json("t", "1", response) == PartitionReport("t", "1", 1, 2, 3, 4, 5, 6, 7, 0)

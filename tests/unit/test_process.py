@@ -73,8 +73,8 @@ def executor(monkeypatch):
 
     with spark, results, os.fdopen(os.dup(results.fileno()), "wb") as output:
         yield SimpleNamespace(
-            worker=worker_process.WorkerProcess("place"), send=executor_end.sendall, receive=receive, end=executor_end.close, ended=ended,
-            spark=spark, output=output,
+            worker=worker_process.WorkerProcess("place"), send=executor_end.sendall, receive=receive,
+            end=executor_end.close, ended=ended, spark=spark, output=output,
         )  # fmt: skip
     signal.pthread_sigmask(signal.SIG_UNBLOCK, worker_process._END_SIGNALS)
     for number, handler in handlers.items():

@@ -327,10 +327,11 @@ OLD_STORE = """if True:
         "COMMIT",
     ):
         database.execute(statement)
-    record = {"format": 1, "digest": "d", "max_attempts": 10, "submitted": 1.0, "state": "running", "run": 1, "outcome": None,
-              "reason": "", "ended": None, "clean": False, "write": "0" * 32}
-    entries = {"jobs": b"", "specs": b"", "results": b"", "jobs/one": json.dumps(record).encode(), "jobs/one/claim": b"{}",
-               "jobs/one/steps": b"", "jobs/one/commits": b"", "specs/one": b"{}", "specs/one/locks": b""}
+    record = {"format": 1, "digest": "d", "max_attempts": 10, "submitted": 1.0, "state": "running", "run": 1,
+              "outcome": None, "reason": "", "ended": None, "clean": False, "write": "0" * 32}
+    entries = {"jobs": b"", "specs": b"", "results": b"", "jobs/one": json.dumps(record).encode(),
+               "jobs/one/claim": b"{}", "jobs/one/steps": b"", "jobs/one/commits": b"",
+               "specs/one": b"{}", "specs/one/locks": b""}
     for key, value in entries.items():
         parent, _, name = key.rpartition("/")
         database.execute("INSERT INTO entries VALUES (?, ?, ?, 0, NULL)", (parent, name, value))
@@ -344,7 +345,7 @@ OLD_STORE = """if True:
 
 
 def bytes_below(folder):
-    """Returns the bytes of each file below a folder, except for the write-ahead log's index, which readers write, too."""
+    """Returns the bytes of each file below a folder, except the write-ahead log's index, which readers write too."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".db-shm"}
 
 
@@ -368,8 +369,8 @@ def test_a_store_of_an_older_stagecrew(places, number, ending):
         ("driver", "--work", "work"), ("submit", "--id", "two", "--arg", "day=1", "etl:load"),
     )  # fmt: skip
     words = (
-        f"has format {number}, and this stagecrew supports format {FORMAT}", "An older stagecrew wrote it", "it was not changed",
-        "Finish its jobs with that version, or use another store",
+        f"has format {number}, and this stagecrew supports format {FORMAT}", "An older stagecrew wrote it",
+        "it was not changed", "Finish its jobs with that version, or use another store",
     )  # fmt: skip
     for command in commands:
         outcome = run(*command)
@@ -400,8 +401,8 @@ def test_a_store_of_a_newer_stagecrew(places):
     with contextlib.closing(sqlite3.connect(places / "jobs.db")) as database:
         database.execute(f"PRAGMA user_version = {FORMAT + 1}")
     commands = (
-        ("jobs",), ("jobs", "--json"), ("leader",), ("cancel", "one"), ("result", "one"), ("sweep", "--grace", "0"), ("driver",),
-        ("submit", "--id", "two", "--arg", "day=1", "etl:load"),
+        ("jobs",), ("jobs", "--json"), ("leader",), ("cancel", "one"), ("result", "one"), ("sweep", "--grace", "0"),
+        ("driver",), ("submit", "--id", "two", "--arg", "day=1", "etl:load"),
     )  # fmt: skip
     files = {path for path in (places / "state").rglob("*") if path.is_file()}
     for words in commands:
