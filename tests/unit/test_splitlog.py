@@ -191,7 +191,8 @@ class RaisesLater:
 
 @pytest.mark.parametrize("enumerator", [Raises(), RaisesLater()], ids=["at once", "later"])
 def test_an_enumerator_that_raises(enumerator):
-    """If the enumerator raises, this request and all later ones fail with an error that contains the enumerator's."""
+    """If the enumerator raises an error, the current request and all later ones fail, and their errors contain that
+    error."""
     log = SplitLog(enumerator, "operator 'x'")
     if isinstance(enumerator, RaisesLater):
         assert pickle.loads(log.at(0, 0, "a")) == 1
@@ -201,8 +202,8 @@ def test_an_enumerator_that_raises(enumerator):
 
 
 def test_an_enumerator_that_does_not_repeat_its_splits():
-    """After a reset, the enumerator must yield again each split that a task had read before the checkpoint. Otherwise
-    the end of the log is an error."""
+    """After a reset, the enumerator must yield again each split that a task had read before the checkpoint. Otherwise,
+    a request at the end of the log fails."""
     log = SplitLog(Numbers(3), "operator 'x'")
     log.at(0, 0, "a"), log.at(0, 1, "a")
     after = SplitLog([1, 2], "operator 'x'")
