@@ -1,7 +1,7 @@
-"""Writes the class archive from which the JVMs of the tests start: `python tests/archive_classes.py FILE`.
+"""Writes the class archive that the JVMs of the tests use: `python tests/archive_classes.py FILE`.
 
-A JVM that maps its classes from an archive (class data sharing) starts Spark in half the time. The archive only saves
-time: without an archive, or with an archive of other jars, a JVM loads its classes as usual.
+A JVM that maps its classes from an archive (class data sharing) starts Spark in half the time. Without an archive, or
+with an archive of other jars, a JVM loads its classes as usual.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pyspark.sql import SparkSession
 from support.sessions import PLAIN_JVM_OPTIONS
 from support.spark_home import use_spark_home
 
-#: Classes that the other JVMs of the tests load, and a local session does not.
-FURTHER = (
+#: Classes that the JVMs of clusters load, but the JVM of a local session does not.
+CLUSTER_CLASSES = (
     "org.apache.spark.executor.CoarseGrainedExecutorBackend",
     "org.apache.spark.scheduler.cluster.StandaloneSchedulerBackend",
     "org.apache.spark.deploy.LocalSparkCluster",
@@ -29,7 +29,7 @@ FURTHER = (
 
 
 def main(path: str) -> None:
-    """Runs one session without the plugin that does a little of everything. Its JVM writes the archive when it ends."""
+    """Runs a session without the plugin that uses many parts of Spark. Its JVM writes the archive when it exits."""
     archive = Path(path).resolve()
     archive.parent.mkdir(parents=True, exist_ok=True)
     archive.unlink(missing_ok=True)
@@ -48,16 +48,16 @@ def main(path: str) -> None:
     numbers.mapInArrow(lambda batches: batches, "id long").groupBy("id").count().collect()
     numbers.join(numbers, "id").selectExpr("sum(id)").collect()
     spark.sparkContext.parallelize(range(4), 2).map(lambda x: (x, x)).groupByKey().count()
-    for name in FURTHER:
+    for name in CLUSTER_CLASSES:
         spark.sparkContext._jvm.java.lang.Class.forName(name)
     gateway = spark.sparkContext._gateway
     spark.stop()
     gateway.shutdown()
     with contextlib.suppress(OSError):
-        gateway.proc.stdin.close()  # the JVM ends when its input is closed
+        gateway.proc.stdin.close()  # the JVM exits when its stdin is closed
     gateway.proc.wait(120)
     if not archive.exists():
-        print(f"no archive at {archive}: this JVM cannot write one; the tests run without it", file=sys.stderr)
+        print(f"this JVM cannot write a class archive to {archive}; the tests run without it", file=sys.stderr)
 
 
 if __name__ == "__main__":

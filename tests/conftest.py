@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-# A shell starts background processes with Ctrl-C ignored, and the processes that tests start and interrupt would
-# inherit that.
+# If a shell starts pytest in the background, pytest ignores Ctrl-C. The processes that tests start and interrupt would
+# inherit this setting.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Marks `long_on_clusters` tests as long on clusters, and gives long tests a timeout of half an hour."""
+    """Marks `long_on_clusters` tests as long if their master is a cluster. Long tests get a timeout of half an hour."""
     for item in items:
         if item.get_closest_marker("long_on_clusters") and not item.callspec.params["master"].startswith("local["):
             item.add_marker(pytest.mark.long)
@@ -27,8 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keeps Spark's own files of this run out of the checkout and out of site-packages."""
+def _spark_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Sets the environment of Spark, and keeps the files that it writes out of the checkout and site-packages."""
     from support.sessions import QUICK_JVM_OPTIONS
     from support.spark_home import unchanged_installation, use_spark_home
 
@@ -37,8 +37,8 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     use_spark_home()
     os.environ["SPARK_SUBMIT_OPTS"] = QUICK_JVM_OPTIONS  # executors get the options from `session_builder`
     os.environ["SPARK_LAUNCHER_OPTS"] = QUICK_JVM_OPTIONS  # for the JVM that prints the command line of the next JVM
-    # On a cluster, Spark runs the python3 of the PATH, also to plan data sources on the driver. This puts the
-    # interpreter of the tests first.
+    # On a cluster, Spark runs the first python3 on the PATH, also when it plans data sources on the driver. It must be
+    # the interpreter that runs the tests.
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     with unchanged_installation():
         yield
@@ -46,7 +46,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def sessions() -> Iterator[object]:
-    """Creates sessions, and stops the last one at the end."""
+    """Creates Spark sessions. The last session is stopped at the end."""
     from support.sessions import Sessions
 
     made = Sessions()
@@ -68,9 +68,10 @@ def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     params=["local[2,4]", pytest.param("local-cluster[2,2,1024]", marks=pytest.mark.long), "standalone"],
 )
 def master(request: pytest.FixtureRequest) -> str:
-    """The masters on which the contract must hold.
+    """The Spark masters with which the contract must hold.
 
-    `make test` uses the standalone cluster where executors are processes.
+    `make test` uses a local master and the standalone cluster, whose executors are processes of their own.
+    `make test-long` also uses local-cluster.
     """
     return request.getfixturevalue("standalone") if request.param == "standalone" else request.param
 

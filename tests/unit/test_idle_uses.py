@@ -1,4 +1,4 @@
-"""Idle uses of operators have no thread, no timer and little memory, and do not slow checkpoints down."""
+"""Idle uses of operators have no thread and no timer, need little memory, and do not slow down checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.waiting import eventually
 
 
 class CountsCheckpoints(stagecrew.Coordinator):
-    """Counts how often its state was requested."""
+    """Counts the checkpoints that its instances were asked for."""
 
     requests = 0
 
@@ -36,7 +36,8 @@ class CountsCheckpoints(stagecrew.Coordinator):
 
 @pytest.fixture
 def uses():
-    """Binds and evaluates a given number of uses of one topology's operators."""
+    """Creates a given number of uses in one topology, with one finished evaluation each. Returns the operators
+    and their host."""
     host = Host(DroppingWire(), 1 << 20, 30.0)
     operators = Operators(FakeTopology(), lambda: 30.0)
     numbers = iter(range(1 << 30))
@@ -62,12 +63,12 @@ def evaluate(host, binding, number):
 
 
 def report_statistics(host):
-    """Does the reporter's work of every second until there is nothing new to report."""
+    """Reports statistics, as the reporter does every second, until nothing new is left to report."""
     eventually(lambda: host.statistics() is None, 30)
 
 
 def test_a_use_takes_at_most_2_kb_and_no_thread(uses):
-    """3,000 more uses take at most 2 KiB each, without the coordinator's own state, and no more threads."""
+    """3,000 further uses take at most 2 KiB each (the coordinators have no state of their own) and start no threads."""
     operators, _ = uses(600, stagecrew.Coordinator)
     gc.collect()
     tracemalloc.start()
@@ -93,7 +94,7 @@ def test_a_use_takes_at_most_2_kb_and_no_thread(uses):
     ids=["splits", "supersteps", "alignment"],
 )
 def test_an_idle_use_has_no_thread_and_no_timer(uses, factory, monkeypatch):
-    """When no evaluation of the 100 uses is live, their threads end and no timer runs."""
+    """When none of the 100 uses has a live evaluation, their threads have ended and no timer is set."""
     monkeypatch.setattr(pool, "_IDLE", 0.05)
     before = {thread for thread in threading.enumerate() if thread.name.startswith("stagecrew")}
     uses(100, factory)
@@ -106,7 +107,7 @@ def test_an_idle_use_has_no_thread_and_no_timer(uses, factory, monkeypatch):
 
 
 def test_a_checkpoint_asks_only_coordinators_that_were_called(uses):
-    """Of 1,000 uses it asks those that were called since the last checkpoint. Each checkpoint has all states."""
+    """A checkpoint asks only the coordinators called since the last one, but contains the states of all 1,000 uses."""
     operators, host = uses(1000, CountsCheckpoints)
     CountsCheckpoints.requests = 0
     first = operators.checkpoint(None, 30)
@@ -119,8 +120,8 @@ def test_a_checkpoint_asks_only_coordinators_that_were_called(uses):
     assert (operators.checkpoint(None, 30).states, CountsCheckpoints.requests) == (first.states, 2003)
 
 
-def test_a_failed_checkpoint_is_asked_for_again(uses):
-    """The next checkpoint asks the coordinators of the failed one again."""
+def test_after_a_failed_checkpoint_coordinators_are_asked_again(uses):
+    """The checkpoint after a failed one asks the same coordinators again."""
     fails = [True]
 
     class Failing(stagecrew.Coordinator):

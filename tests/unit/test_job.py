@@ -26,8 +26,8 @@ from support.model_store import ModelServer
 from support.operator_fakes import DroppingWire, FakeTopology, TextCoordinator
 
 
-class Store:
-    """The stored steps of one job, for any number of runs."""
+class StoredJob:
+    """The stored steps of one job. Each call of `run` returns the `Job` of a new run."""
 
     def __init__(self):
         self.store = ModelServer().session()
@@ -38,13 +38,13 @@ class Store:
         self.steps = StateHandleStore(self.store, self.storage, "steps")
         self.runs = 0
 
-    def run(self, patience=0.0, id_="job"):
+    def run(self, retry_timeout=0.0, id_="job"):
         self.runs += 1
-        return Job(id_, self.runs, self.steps, StateHandleStore(self.store, self.storage, "commits"), patience)
+        return Job(id_, self.runs, self.steps, StateHandleStore(self.store, self.storage, "commits"), retry_timeout)
 
 
 class FakeOperators:
-    """The operators of a topology. One number is the state of all its coordinators."""
+    """The operators of a topology with one coordinator, whose state is a number."""
 
     def __init__(self, name):
         self.name, self.state = name, 0
@@ -66,19 +66,20 @@ class FakeOperators:
 
 @pytest.fixture
 def stored():
-    return Store()
+    return StoredJob()
 
 
 @pytest.fixture
 def operators(monkeypatch):
-    """One open topology with a coordinator."""
+    """The operators of the open topologies: at first, one topology with one coordinator."""
     open_ = [FakeOperators("load")]
     monkeypatch.setattr(coordinator_states, "_open_operators", lambda: open_)
     return open_
 
 
 def test_a_step_runs_once(stored):
-    """A later run gets its stored result and calls nothing, for nested steps too. A step that raised runs again."""
+    """A later run gets the results of finished steps, nested or not, without calling their code. A step that raised
+    runs again."""
     calls = []
 
     def program(job, fail):
@@ -102,7 +103,7 @@ def test_a_step_runs_once(stored):
 
 
 def test_an_interrupted_step_skips_its_finished_inner_steps(stored):
-    """The interrupted step itself runs again."""
+    """After an interrupt, the outer step runs again, but its finished inner step does not."""
     calls = []
 
     def outer(job, fail):
@@ -120,7 +121,7 @@ def test_an_interrupted_step_skips_its_finished_inner_steps(stored):
 
 
 def test_a_step_name_can_be_used_once_in_one_place(stored):
-    """A repeated name is refused. In another place it is another step."""
+    """A name that is repeated in one place is refused. The same name in another place is another step."""
     job = stored.run()
     job.step("a", lambda: job.step("b", lambda: 1))
     job.step("b", lambda: 2)
@@ -141,14 +142,15 @@ def test_invalid_step_names_are_refused(stored, name):
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error(stored):
-    """The error names the step, which does not count as done."""
+    """If a step's result cannot be pickled, the error names the step, and the step does not count as finished."""
     with pytest.raises(JobError, match=r"step 'a' .* cannot be pickled"):
         stored.run().step("a", lambda: (value for value in ()))
     assert stored.run().step("a", lambda: 1) == 1
 
 
 def test_state_belongs_to_a_position(stored, operators):
-    """A run that skips a step gives the coordinators their states at that step's end, not earlier or later ones."""
+    """A run that skips a step restores the coordinators' states at the end of that step, not earlier or later
+    states."""
 
     def program(job, stop_before):
         [topology] = operators
@@ -171,8 +173,8 @@ def test_state_belongs_to_a_position(stored, operators):
 
 @pytest.mark.parametrize("outside", [False, True])
 def test_each_step_has_its_own_coordinators(stored, monkeypatch, outside):
-    """A coordinator is identified by the step that binds it. A step that is interrupted begins again with an empty one,
-    and does not get the state of a skipped step's coordinator. A use outside of steps continues with its state."""
+    """A coordinator is identified by the step that binds its operator. An interrupted step begins again with an empty
+    coordinator, and never gets the state of a skipped step's coordinator. A use outside of steps keeps its state."""
 
     def program(job, fail):
         coordinators, host = [], Host(DroppingWire(), 1 << 20, 30.0)
@@ -213,7 +215,7 @@ def test_each_step_has_its_own_coordinators(stored, monkeypatch, outside):
 
 
 def test_after_a_stream_coordinators_have_the_state_of_its_last_batch(stored, operators):
-    """This also holds in a run in which the query has no batch left."""
+    """`after_stream` restores the states after the query's last batch, even in a run that has no batch left."""
 
     def body(number):
         operators[0].state += 10**number
@@ -238,10 +240,11 @@ def test_after_a_stream_coordinators_have_the_state_of_its_last_batch(stored, op
 
 @pytest.fixture
 def open_topology(monkeypatch):
-    """Opens a topology with real operators for each run. A coordinator's state is a text. All are closed at the end."""
+    """Opens a topology with real operators for each run, and closes them at the end. A coordinator's state is a
+    text."""
     opened = []
 
-    class Opened:
+    class OpenTopology:
         def __init__(self):
             self.operators = Operators(FakeTopology(), lambda: 5.0, uses=Uses(Place(), is_application=True))
             self.operators.name_operator("o")
@@ -250,7 +253,7 @@ def open_topology(monkeypatch):
             opened.append(self)
 
         def bind(self, text="", name=None):
-            """Binds the operator. Returns the text with which the coordinator begins, and adds to it."""
+            """Binds the operator, returns the coordinator's initial text, and appends `text` to that text."""
             id_ = self.operators.add("o", lambda context: TextCoordinator(context, []), self.host, name)
             (coordinator,) = (
                 binding.instance.coordinator for binding in self.operators._table.used.values() if binding.id == id_
@@ -258,17 +261,18 @@ def open_topology(monkeypatch):
             restored, coordinator.text = coordinator.text, coordinator.text + text
             return restored
 
-    yield Opened
+    yield OpenTopology
     for topology in opened:
         topology.operators.close("the topology has ended")
 
 
 def test_a_step_that_runs_again_begins_without_state(stored, open_topology):
-    """Its coordinators begin empty even if another step's checkpoint has states of its failed try."""
+    """A step that is tried again begins with empty coordinators, even if another step's checkpoint contains the states
+    of its failed try."""
     first, job = open_topology(), stored.run()
 
     def one():
-        with contextlib.suppress(JobError):  # the steps run at once
+        with contextlib.suppress(JobError):  # because the two steps run at the same time
             contextvars.Context().run(job.step, "two", lambda: first.bind("from the failed try"))
 
     job.step("one", one)
@@ -278,17 +282,18 @@ def test_a_step_that_runs_again_begins_without_state(stored, open_topology):
     assert job.step("two", second.bind) == ""
 
 
-def test_a_step_is_refused_by_another_thread_a_use_in_another_thread(stored, open_topology):
-    """The other thread is outside of steps and uses the same topology. After it has ended, the step is accepted."""
+def test_a_step_is_refused_while_another_thread_uses_its_topology(stored, open_topology):
+    """A step is refused while another thread, which is outside of steps, uses the same topology. Once that thread has
+    ended, the step is accepted."""
     topology, job = open_topology(), stored.run()
     bound, go = threading.Event(), threading.Event()
 
-    def beside():
+    def use_topology():
         topology.bind(name="beside")
         bound.set()
         go.wait(30)
 
-    thread = threading.Thread(target=beside)
+    thread = threading.Thread(target=use_topology)
     thread.start()
     assert bound.wait(10)
     try:
@@ -314,7 +319,7 @@ def test_a_step_in_a_thread_can_follow_a_use_of_the_outer_thread(stored, open_to
 
 
 def test_a_step_whose_topology_is_not_open_is_an_error(stored, operators):
-    """The program has changed since the step was stored."""
+    """A stored step whose topology the changed program no longer opens is an error."""
     stored.run().step("a", lambda: 1)
     operators.clear()
     with pytest.raises(JobError, match="not open here"):
@@ -322,14 +327,16 @@ def test_a_step_whose_topology_is_not_open_is_an_error(stored, operators):
 
 
 def test_two_open_topologies_with_one_name_are_refused(stored, operators):
-    """Both have coordinators, and a later run could not distinguish them."""
+    """Two topologies with coordinators and the same name are refused, because a later run could not distinguish
+    them."""
     operators.append(FakeOperators("load"))
     with pytest.raises(JobError, match="two topologies named 'load'"):
         stored.run().step("a", lambda: 1)
 
 
 def test_a_batch_runs_once(stored, operators):
-    """A new batch begins with the coordinators' states after the previous batch. The last two batches are kept."""
+    """A stored batch does not run again. A new batch begins with the coordinators' states after the previous batch. The
+    results of the last two batches are kept."""
     ran = []
 
     def body(number):
@@ -343,7 +350,9 @@ def test_a_batch_runs_once(stored, operators):
     assert stored.steps.names() == ["load/batch-2", "load/batch-3"]
     operators[0] = FakeOperators("load")
     second_run = stored.run()
-    assert second_run.batch("load", 3, lambda: body(3)) == 1111  # Spark had not committed it: done, not run again
+    assert (
+        second_run.batch("load", 3, lambda: body(3)) == 1111
+    )  # finished, but Spark had not committed it: not run again
     assert (operators[0].state, second_run.batch("load", 4, lambda: body(4))) == (1111, 11111)
     operators[0] = FakeOperators("load")
     assert stored.run().batch("load", 5, lambda: body(5)) == 111111  # Spark had committed 4
@@ -356,8 +365,8 @@ def test_a_batch_runs_once(stored, operators):
 
 
 def test_a_failed_batch_can_run_again_in_the_same_process(stored, operators):
-    """A restarted query repeats its last batch with the coordinators' states after the previous batch. Its steps run
-    again."""
+    """A restarted query runs its failed batch again, including the batch's steps, with the coordinators' states after
+    the previous batch."""
     job = stored.run()
 
     def body(number, fail=False):
@@ -371,7 +380,7 @@ def test_a_failed_batch_can_run_again_in_the_same_process(stored, operators):
     with pytest.raises(ConnectionError):
         job.batch("load", 1, lambda: body(1, fail=True))
     assert job.batch("load", 1, lambda: body(1)) == 11
-    assert job.batch("load", 1, lambda: body(1)) == 11  # done: not run again
+    assert job.batch("load", 1, lambda: body(1)) == 11  # finished: not run again
     assert job.batch("load", 2, lambda: body(2)) == 111
     assert job.batch("load", 3, lambda: body(3)) == 1111
     assert stored.steps.names() == ["load/batch-2", "load/batch-2/inner", "load/batch-3", "load/batch-3/inner"]
@@ -379,7 +388,8 @@ def test_a_failed_batch_can_run_again_in_the_same_process(stored, operators):
 
 @pytest.mark.parametrize("name", ["load", 'it\'s "load" \\ é'])
 def test_a_failed_first_batch_can_run_again_in_the_same_process(stored, operators, name):
-    """The coordinators have their states from before the query. This also holds in a later process and for any name."""
+    """A first batch that runs again begins with the coordinators' states from before the query, in the same process or
+    a later one, whatever the query's name is."""
 
     def body(job, number, fail):
         operators[0].state += 10**number
@@ -389,7 +399,7 @@ def test_a_failed_first_batch_can_run_again_in_the_same_process(stored, operator
             raise ConnectionError
         return operators[0].state
 
-    for _ in range(2):  # the second time in another process, since no batch was done
+    for _ in range(2):  # the second time in another process, because no batch has finished
         operators[0] = FakeOperators("load")
         job = stored.run()
         job.step("before", lambda: setattr(operators[0], "state", 500))
@@ -403,7 +413,7 @@ def test_a_failed_first_batch_can_run_again_in_the_same_process(stored, operator
 
 
 def test_concurrent_steps_in_one_topology_are_refused(stored, operators):
-    """The topology has coordinators. A nested step is accepted."""
+    """Two steps must not run at the same time in a topology with coordinators. A nested step is accepted."""
     job = stored.run()
     job.step("outer", lambda: job.step("inner", lambda: 1))
     with pytest.raises(JobError, match="run at the same time in topology 'load'"):
@@ -411,7 +421,7 @@ def test_concurrent_steps_in_one_topology_are_refused(stored, operators):
 
 
 def test_a_job_that_has_ended_cannot_commit(stored):
-    """A thread that outlives the job's code gets an error and cannot commit outside the job."""
+    """A thread that outlives the job's code gets an error, so it cannot commit once the job has ended."""
     job = stored.run()
     job.end()
     with pytest.raises(JobError, match="has ended"):
@@ -419,7 +429,7 @@ def test_a_job_that_has_ended_cannot_commit(stored):
 
 
 def test_a_step_is_written_again_after_a_lost_reply(stored, monkeypatch):
-    """It is stored once, whether or not the first write was done, and does not run again."""
+    """After a lost reply, a step is stored once and does not run again, whether or not its first write took effect."""
     monkeypatch.setattr(retry, "_PAUSE", 0.0)
     faults, runs = ["before", "after"], []
 
@@ -428,13 +438,14 @@ def test_a_step_is_written_again_after_a_lost_reply(stored, monkeypatch):
             raise PossiblyInconsistentError(f"lost {faults.pop(0)} it was done")
 
     stored.store.server.fault = fault
-    assert stored.run(patience=60).step("a", lambda: runs.append(1) or 7) == 7
+    assert stored.run(retry_timeout=60).step("a", lambda: runs.append(1) or 7) == 7
     assert (faults, runs) == ([], [1])
     assert stored.run().step("a", lambda: 8) == 7
 
 
 def test_a_result_is_written_again_while_the_storage_is_full(stored, monkeypatch):
-    """The step does not run again. After the patience has ended, the error is raised."""
+    """While the storage is full, only the write is tried again, not the step. After the retry timeout, the error is
+    raised."""
     writes_tried, runs = [], []
     real = StateStorage.write
 
@@ -446,7 +457,7 @@ def test_a_result_is_written_again_while_the_storage_is_full(stored, monkeypatch
 
     monkeypatch.setattr(StateStorage, "write", full)
     monkeypatch.setattr(retry, "_PAUSE", 0.0)
-    assert stored.run(patience=60.0).step("a", lambda: runs.append(1) or 5) == 5
+    assert stored.run(retry_timeout=60.0).step("a", lambda: runs.append(1) or 5) == 5
     assert (len(writes_tried), len(runs)) == (3, 1)
     monkeypatch.setattr(StateStorage, "write", lambda *_: (_ for _ in ()).throw(StateStorageError("no space left")))
     with pytest.raises(StateStorageError, match="no space"):
@@ -455,7 +466,8 @@ def test_a_result_is_written_again_while_the_storage_is_full(stored, monkeypatch
 
 @pytest.mark.parametrize("method", ["read", "discard"])
 def test_a_run_waits_for_an_unavailable_storage(stored, operators, monkeypatch, method):
-    """It waits to read stored results and to remove old batches. A corrupt state is an error at once."""
+    """A run retries reads of stored results and removals of old batches until the storage is available. A corrupt state
+    is an error immediately."""
     monkeypatch.setattr(retry, "_PAUSE", 0.0)
     real, tried = getattr(StateStorage, method), []
 
@@ -468,7 +480,7 @@ def test_a_run_waits_for_an_unavailable_storage(stored, operators, monkeypatch, 
     for number in range(3):
         assert stored.run().batch("b", number, lambda number=number: number) == number
     monkeypatch.setattr(StateStorage, method, unavailable)
-    assert stored.run(patience=60.0).batch("b", 3, lambda: 3) == 3
+    assert stored.run(retry_timeout=60.0).batch("b", 3, lambda: 3) == 3
     assert tried
     monkeypatch.setattr(StateStorage, method, real)
     assert set(stored.steps.names()) == {"b/batch-2", "b/batch-3"}
@@ -481,12 +493,12 @@ def test_a_run_waits_for_an_unavailable_storage(stored, operators, monkeypatch, 
     tried.clear()
     monkeypatch.setattr(StateStorage, "read", corrupt)
     with pytest.raises(StateCorrupt):
-        stored.run(patience=60.0).batch("b", 3, lambda: 4)
+        stored.run(retry_timeout=60.0).batch("b", 3, lambda: 4)
     assert len(tried) == 1
 
 
 def test_commit_ids_of_different_jobs_differ(stored):
-    """This holds even if one job's id ends like the other's step path begins."""
+    """Commit ids of different jobs differ, even if joining a job's id and a step's name gives the other job's id."""
     ids = [stored.run(id_="x/y").commit_id("sink"), stored.run(id_="x%2Fy").commit_id("sink")]
     job = stored.run(id_="x")
     job.step("y", lambda: ids.append(job.commit_id("sink")))
@@ -494,7 +506,7 @@ def test_commit_ids_of_different_jobs_differ(stored):
 
 
 def test_the_progress_of_a_job_is_reported(stored, operators, monkeypatch):
-    """Each report lists the steps in order with state and times. A step that an earlier run did is "found"."""
+    """Each report lists the steps in order, with states and times. A step that an earlier run finished is "found"."""
     reports = []
 
     connection = SimpleNamespace(send_job_progress=lambda body: reports.append(json.loads(body)))
@@ -519,7 +531,8 @@ def test_the_progress_of_a_job_is_reported(stored, operators, monkeypatch):
 
 
 def test_progress_keeps_running_steps_and_the_last_finished_ones():
-    """It counts the forgotten steps. A long step stays while it runs, and counts as recent when it has ended."""
+    """Progress counts the steps that it forgets. A long step is kept while it is running, and counts as recent when it
+    ends."""
     progress = JobProgress({}, itertools.count(1).__next__)
 
     def names() -> list[str]:
@@ -541,7 +554,7 @@ def test_progress_keeps_running_steps_and_the_last_finished_ones():
 
 
 def test_current_job_outside_of_a_job_is_an_error(stored):
-    """The error says how to start a job."""
+    """Outside of a job, `current_job` raises an error that says how to submit one."""
     with pytest.raises(JobError, match="stagecrew submit"):
         current_job()
     job = stored.run()

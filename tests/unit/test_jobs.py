@@ -27,9 +27,9 @@ CHANGES = {
 
 
 def test_a_job_never_runs_after_its_end():
-    """Tries all 137,256 sequences of up to six changes.
+    """A job that has ended stays ended, its runs are limited, and only ended jobs are cleaned up.
 
-    An ended job stays ended, the number of runs is limited, and only ended jobs are cleaned up.
+    The test tries all 137,256 sequences of up to six changes.
     """
     refused = accepted = 0
     for length in range(1, 7):
@@ -56,7 +56,7 @@ def test_a_job_never_runs_after_its_end():
 
 
 def test_an_ending_job_ends_in_the_state_that_was_decided():
-    """A job that is being cancelled can neither succeed nor fail. A job that is about to fail can only fail."""
+    """A job that is being cancelled can neither succeed nor fail. A job that is ending as failed can only fail."""
     cancelled, lost = CHANGES["start to cancel"](SUBMITTED.started()), CHANGES["start to fail"](SUBMITTED.started())
     assert CHANGES["be cancelled"](cancelled).state is JobState.CANCELLED
     assert CHANGES["fail"](lost).state is JobState.FAILED
@@ -66,7 +66,8 @@ def test_an_ending_job_ends_in_the_state_that_was_decided():
 
 
 def test_a_record_is_the_same_after_serialization():
-    """This holds in each state. Two serializations of one record have different bytes."""
+    """A deserialized record equals the original in each state. Two serializations of one record have different
+    bytes."""
     for record in (
         SUBMITTED,
         SUBMITTED.started(),
@@ -89,13 +90,13 @@ def test_a_record_is_the_same_after_serialization():
     ],
 )
 def test_invalid_record_bytes_are_unreadable(data):
-    """`from_bytes` raises only `RecordUnreadable`."""
+    """For invalid bytes, `JobRecord.from_bytes` raises `RecordUnreadable` and no other error."""
     with pytest.raises(RecordUnreadable):
         JobRecord.from_bytes(data)
 
 
 def test_a_record_of_a_newer_format_is_refused():
-    """The error names the format that this version reads."""
+    """The error for a record of a newer format names that format."""
     with pytest.raises(StoreUnsupported, match="format 2"):
         JobRecord.from_bytes(SUBMITTED.to_bytes().replace(b'"format": 1', b'"format": 2'))
 
@@ -117,7 +118,7 @@ def test_the_digest_depends_on_the_content_of_a_job(tmp_path):
     assert len({*spec.digests, *(digest for other in others for digest in other.digests)}) == 10
 
 
-#: Prints the digest of a job. Each process has another hash seed. With argument 1, the two strings "abc" are different
+#: Prints the digest of a job. Each process has its own hash seed. With argument 1, the two strings "abc" are different
 #: objects.
 PRINT_DIGEST = """if True:
     import datetime, decimal, pathlib, sys
@@ -134,7 +135,8 @@ PRINT_DIGEST = """if True:
 
 
 def test_equal_jobs_have_equal_digests_in_other_processes():
-    """Digests depend neither on the order of sets nor on the identity of strings."""
+    """A job's digest is the same in all processes: it depends neither on the order of sets nor on whether equal strings
+    are the same object."""
     outputs = {
         subprocess.run(
             [sys.executable, "-c", PRINT_DIGEST, seed],
@@ -150,7 +152,7 @@ def test_equal_jobs_have_equal_digests_in_other_processes():
 
 
 def test_different_arguments_make_different_jobs():
-    """Two calls differ if an argument has another value, type or name."""
+    """Jobs differ if an argument has a different value, type or name."""
     different = [
         {"s": {1, 2}}, {"s": {1, 3}}, {"s": frozenset({1, 2})}, {"s": [1, 2]}, {"s": (1, 2)}, {"s": "1"}, {"s": b"1"},
         {"s": 1},
@@ -171,15 +173,15 @@ def test_different_arguments_make_different_jobs():
     ],
 )
 def test_invalid_spec_bytes_are_unreadable(change):
-    """`from_bytes` raises only `RecordUnreadable`."""
+    """For invalid bytes, `JobSpec.from_bytes` raises `RecordUnreadable` and no other error."""
     spec = JobSpec("etl:load", b"", {}, {"etl.py": b"x = 1"})
     with pytest.raises(RecordUnreadable):
         JobSpec.from_bytes(change(spec.to_bytes()))
 
 
 def test_the_module_of_a_function_is_part_of_the_job(tmp_path, monkeypatch):
-    """If the module is a single file on the path, the file is added to the job. An installed module is not added, and a
-    package is refused."""
+    """If a function's module is a single file on the path, the file is added to the job. An installed module is not
+    added. A package on the path is refused unless it is among the job's files."""
     (tmp_path / "nightly_etl.py").write_text("def load():\n    return 1\n")
     (tmp_path / "nightly_package").mkdir()
     (tmp_path / "nightly_package" / "__init__.py").write_text("def load(): pass\n")
@@ -198,7 +200,7 @@ def test_the_module_of_a_function_is_part_of_the_job(tmp_path, monkeypatch):
 
 
 def test_invalid_jobs_are_refused(tmp_path):
-    """Each message says what is wrong."""
+    """The error for an invalid job names the problem."""
     script = tmp_path / "job.py"
     script.write_text("print(1")
     other = tmp_path / "other"
@@ -219,7 +221,8 @@ def test_invalid_jobs_are_refused(tmp_path):
 
 
 def test_results_are_the_same_after_serialization():
-    """A value is shown as JSON where possible. An error keeps its traceback, and `value` raises it."""
+    """A deserialized result has the same state and value as the original. A value is shown as JSON where possible. For
+    an error, `value` raises `JobFailed` with the error's traceback."""
     for value, shown in (({"rows": 3}, {"rows": 3}), (None, None), ({1, 2}, "{1, 2}"), ((1, 2), [1, 2])):
         result = Result.from_bytes(Result.of_value(value).to_bytes())
         assert (result.state, result.value(), result.shown) == ("succeeded", value, shown)

@@ -1,4 +1,7 @@
-"""Processes of a job die, or lose a reply, before or after each write to the store. Also some particular schedules."""
+"""A job survives the death of a process, or a lost reply, before or after each write to the store.
+
+Further tests run particular schedules of leaders, runs, submits and cancels.
+"""
 
 import contextlib
 import itertools
@@ -34,7 +37,7 @@ class FaultAt:
     - "killed": the process that writes is killed.
     - "lost": the reply is lost.
     - "session": the reply is lost, and the session of the process expires.
-    - "term": the reply is lost, and the store gets another leader.
+    - "term": the reply is lost, and another process becomes leader.
     """
 
     def __init__(self, world, number, moment, fault):
@@ -90,7 +93,7 @@ def run_job(world, cancel):
     [(moment, fault) for fault in ("killed", "lost", "session", "term") for moment in ("before", "after")],
 )
 def test_a_job_survives_a_fault_at_each_write(moment, fault, cancel):
-    """After one fault at any write the store is consistent, and another driver finishes the job."""
+    """After one fault at any write, the store is consistent, and another driver finishes the job."""
     reached = 0
     for number in itertools.count(1):
         world = World(0, jobs=1, faults=0)
@@ -114,7 +117,7 @@ def new_leader(world):
 
 
 def test_a_late_leader_cannot_remove_a_job_that_its_successor_recovers():
-    """Leader 1 has not noticed that it lost its leadership. It changes nothing, and the job ends only once."""
+    """A leader that has not noticed that it was replaced changes nothing, and the job ends only once."""
     world = World(1, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     first = new_leader(world)
@@ -135,12 +138,13 @@ def test_a_late_leader_cannot_remove_a_job_that_its_successor_recovers():
     [second] = successors
     assert second.jobs.read("job-0")[0].clean  # cleaned by leader 2, which did not run it
     assert len(world.processes) == 1
-    assert second.jobs.submit(SPEC, "job-0") == "job-0"  # submitted again: the same job, which has ended
+    assert second.jobs.submit(SPEC, "job-0") == "job-0"  # a repeated submit returns the job that has ended
     assert_final_state(world, second.jobs)
 
 
 def test_a_run_of_a_replaced_leader_executes_no_step():
-    """The run ends as lost, although its own session is alive. A later run finishes the job."""
+    """A run whose leader was replaced is lost, although the run's own session is alive. A later run finishes the
+    job."""
     world = World(2, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     new_leader(world)
@@ -155,7 +159,7 @@ def test_a_run_of_a_replaced_leader_executes_no_step():
 
 
 def test_a_leader_that_is_replaced_while_it_prepares_a_run_does_not_start_it(tmp_path):
-    """The old leader does not count the run, and deletes the files that it prepared for it."""
+    """A leader that is replaced while it prepares a run does not count the run, and deletes the run's files."""
     world = World(4, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     files = tmp_path / "run"
@@ -178,7 +182,8 @@ def test_a_leader_that_is_replaced_while_it_prepares_a_run_does_not_start_it(tmp
 
 
 def test_a_decided_commit_is_applied_before_the_job_is_cancelled():
-    """A user cancels the job after a commit was decided. The job becomes "cancelled" after this commit is applied."""
+    """If a user cancels a job after a commit was decided, the job becomes "cancelled" only when the commit is
+    applied."""
     world = World(3, jobs=1, faults=0)
     world.sink.visible.clear()
     real = world.sink.commit
@@ -195,7 +200,7 @@ def test_a_decided_commit_is_applied_before_the_job_is_cancelled():
     new_jobs(world).cancel("job-0")
     world.cancelled.add("job-0")
     world.server.expire(world.dead_sessions.pop())
-    for _ in range(5):  # the sink is unavailable: the job is not cancelled yet, and none of its state is deleted
+    for _ in range(5):  # while the sink is unavailable, the job does not become cancelled, and keeps its state
         world.turn(driver, 60)
         assert driver.jobs.read("job-0")[0].state == "ending"
     world.sink.commit = real
@@ -206,11 +211,11 @@ def test_a_decided_commit_is_applied_before_the_job_is_cancelled():
 
 @pytest.mark.parametrize("next_error", [StoreUnavailable, SessionLost, StoreRefused])
 def test_a_submit_with_a_lost_reply_has_an_unknown_outcome(next_error):
-    """The reply of the first try is lost, and the retry raises any other error.
+    """If the first try's reply is lost and the retry fails, the error says that the outcome is unknown and names the
+    id.
 
-    The raised error names the id of the job, and a submit with this id returns the stored job.
-
-    If no reply is lost, nothing is stored, and the submit raises the error of the retry.
+    Another submit with this id returns the stored job. If no reply is lost, nothing is stored, and the submit raises
+    the error of the retry.
     """
     for reply_lost in (False, True):
         world = World(11, jobs=1, faults=0)
@@ -243,7 +248,7 @@ def test_a_submit_with_a_lost_reply_has_an_unknown_outcome(next_error):
 
 
 def test_a_cancel_after_the_end_of_a_job_changes_nothing():
-    """The job has succeeded. The leader cannot start to cancel it, and a user who cancels it gets "succeeded"."""
+    """When a job has succeeded, the leader cannot start to cancel it, and a user's cancel returns "succeeded"."""
     world = World(4, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     driver = new_leader(world)
@@ -254,7 +259,7 @@ def test_a_cancel_after_the_end_of_a_job_changes_nothing():
     assert new_jobs(world).cancel("job-0") == "succeeded"
     world.processes[0].act()  # the process notices that its job has ended
     assert world.processes[0].code == 75
-    for _ in range(2):  # the leader checks a lost run again after a while
+    for _ in range(2):  # the leader pauses before it checks a lost run again
         driver.act()
         world.clock += 60
     assert driver.jobs.read("job-0")[0].clean
@@ -262,7 +267,8 @@ def test_a_cancel_after_the_end_of_a_job_changes_nothing():
 
 
 def test_a_job_can_be_submitted_again_at_each_write():
-    """A submit with the same content returns the same job. Other content with this id is refused and never runs."""
+    """At any write, a submit with the same id and content returns the same job. With other content it is refused, and
+    that content never runs."""
     world = World(5, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     ids = []
@@ -289,9 +295,9 @@ def test_a_job_can_be_submitted_again_at_each_write():
 
 @pytest.mark.parametrize("damage", ["record", "state", "deleted"])
 def test_one_unreadable_job_does_not_stop_the_others(damage):
-    """A job whose record or state is corrupt, truncated or deleted is kept but does not run. The error names the job.
+    """A job whose record or state is truncated or deleted is kept but does not run, and the other jobs end.
 
-    The other jobs end.
+    The error names the unreadable job.
     """
     world = World(6, jobs=1, faults=0)
     before = world.states()
@@ -314,8 +320,8 @@ def test_one_unreadable_job_does_not_stop_the_others(damage):
 
 @pytest.mark.parametrize("damaged", ["specs", "steps", "commits"])
 def test_a_job_whose_state_becomes_corrupt_is_kept(damaged):
-    """The next run cannot read a state of the last run. The job does not end, however often the leader checks it. Other
-    jobs end. After the state is restored, the job continues from its finished steps."""
+    """A job whose next run cannot read a state of the last run does not end, however often the leader checks it. Other
+    jobs end. Once the state is restored, the job continues after its finished steps."""
     world = World(12, jobs=1, faults=0)
     new_jobs(world).submit(JobSpec("bad.py", (), {}, {}, b"", 3), "bad")
     driver = new_leader(world)
@@ -357,7 +363,7 @@ def test_a_job_whose_state_becomes_corrupt_is_kept(damaged):
 
 
 def test_an_unreadable_job_can_be_cancelled():
-    """The state files of a job are deleted. The job can still be cancelled, and then ends."""
+    """A job whose state files were deleted can still be cancelled, and then ends."""
     world = World(7, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     for state in world.states():
@@ -369,7 +375,8 @@ def test_an_unreadable_job_can_be_cancelled():
 
 @pytest.mark.parametrize("part", ["steps", "commits", "results"])
 def test_a_job_waits_while_the_storage_is_full(part, monkeypatch):
-    """A step, a commit and the end of a job are retried until the storage has space. The job ends in its first run."""
+    """The writes of a step, a commit and a result are retried until the storage has space. The job ends in its first
+    run."""
     world, failures = World(9, jobs=1, faults=0), [3]
     new_jobs(world).submit(SPEC, "job-0")
     real = StateStorage.write
@@ -393,7 +400,7 @@ def test_a_job_waits_while_the_storage_is_full(part, monkeypatch):
 @pytest.mark.parametrize("key", ["jobs/job-0/steps/", "jobs/job-0/commits/", "jobs/job-0/claim", "results/job-0"])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_write_is_repeated_after_a_lost_or_refused_request(key, moment):
-    """The write takes effect once, and the job ends in its first run."""
+    """A write whose request is refused or whose reply is lost takes effect once, and the job ends in its first run."""
     world = World(10, jobs=1, faults=0)
     new_jobs(world).submit(SPEC, "job-0")
     new_leader(world)
@@ -423,7 +430,7 @@ def test_a_write_is_repeated_after_a_lost_or_refused_request(key, moment):
 
 
 def test_a_submit_to_a_full_storage_stores_nothing(monkeypatch):
-    """The error says that no space is left. When the storage has space again, the submit works."""
+    """While the storage is full, a submit stores nothing and raises an error that says so. Later submits succeed."""
     world = World(8, jobs=1, faults=0)
 
     def raise_full(*_):

@@ -1,4 +1,5 @@
-"""Jobs under Hypothesis's schedules of three candidates, their runs, submitters and the store."""
+"""Jobs under schedules that Hypothesis generates, with three candidates for leadership, runs, submitters and a
+store."""
 
 import collections
 import contextlib
@@ -19,7 +20,8 @@ INDEX = st.integers(0, 2)
 JOBS = 5
 JOB = st.sampled_from([f"job-{number}" for number in range(JOBS)])
 KEYS = ["/commits/", "/steps/", "/claim", "results/", "specs/", "leader/", "jobs/", "open/", "ended/"]
-#: Events before or after the n-th transaction that writes such a key, while another actor works.
+#: A script has up to three entries: key, number n, "before" or "after", event, and index of the actor or job.
+#: The event happens before or after the n-th transaction of an action that writes the key.
 SCRIPT = st.lists(
     st.tuples(
         st.sampled_from(KEYS),
@@ -50,7 +52,7 @@ SCRIPT = st.lists(
 
 
 class Candidate(SimDriver):
-    """A driver that learns the store's decisions some time later, or never."""
+    """A driver that learns some time later, or never, that it was granted leadership."""
 
     def __init__(self, world):
         super().__init__(world)
@@ -70,8 +72,9 @@ class Candidate(SimDriver):
             self.reconciler.reconcile()
 
 
-class Machine(RuleBasedStateMachine):
-    """Each rule is an action of one actor. Its script says what other actors do during it."""
+class JobsMachine(RuleBasedStateMachine):
+    """Each rule is an action of one actor. The rule's script says which faults and other actors interrupt the
+    action."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +85,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(jobs=st.sampled_from([JOBS, 2, 0]), leads=st.booleans())
     def begin(self, jobs, leads):
-        """Usually some jobs exist already."""
+        """Submits some jobs. In most cases there are jobs from the beginning."""
         for number in range(jobs):
             self.submit(f"job-{number}")
         if leads:
@@ -126,7 +129,7 @@ class Machine(RuleBasedStateMachine):
                 raise Killed
 
     def interrupt(self, event, index):
-        """Other actors work while the current one is paused."""
+        """Lets other actors act while the current actor is paused."""
         if event in ("revoked", "granted", "replaced"):
             self.world.server.entries.pop(HOLDER, None)
         if event in ("granted", "replaced", "lead"):
@@ -147,8 +150,8 @@ class Machine(RuleBasedStateMachine):
         finally:
             self.script = []
 
-    def client(self, action):
-        """Runs an action in a session that is not a candidate's."""
+    def as_client(self, action):
+        """Runs an action in a session of its own, like a user's command."""
         with self.world.acting_as(None):
             session = self.world.server.session()
             with contextlib.suppress(StagecrewError):
@@ -156,14 +159,14 @@ class Machine(RuleBasedStateMachine):
             session.close()
 
     def submit(self, job):
-        self.client(lambda jobs: jobs.submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job))
+        self.as_client(lambda jobs: jobs.submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job))
 
     def cancel(self, job):
         self.world.cancelled.add(job)
-        self.client(lambda jobs: jobs.cancel(job))
+        self.as_client(lambda jobs: jobs.cancel(job))
 
     def prune(self):
-        self.client(lambda jobs: list(jobs.prune(0.0)))
+        self.as_client(lambda jobs: list(jobs.prune(0.0)))
 
     def lead(self, index):
         for action in ("campaign", "is granted", "reconcile"):
@@ -188,7 +191,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(index=INDEX, script=SCRIPT)
     def another_process_runs(self, index, script):
-        """The same rule again, because processes of jobs write most."""
+        """Repeats the rule `a_process_runs`, so that Hypothesis picks it more often: runs write most."""
         self.a_process_runs(index, script)
 
     @rule(index=INDEX)
@@ -202,16 +205,17 @@ class Machine(RuleBasedStateMachine):
 
     @rule(index=INDEX, script=SCRIPT, seconds=st.sampled_from([0.0, 1.0, 60.0]))
     def a_candidate_leads(self, index, script, seconds):
-        """It campaigns, is granted leadership and reconciles at once, as usual."""
+        """A candidate campaigns, is granted leadership and reconciles without interruption, as it usually does."""
         self.world.clock += seconds
         self.with_script(script, lambda: self.lead(index))
 
     @rule(index=INDEX, script=SCRIPT)
     def a_process_runs(self, index, script):
-        """It runs from its claim to its end, or until its script ends it. If no process is alive, one is started."""
+        """The process of a run works from its claim to its end, or until the script kills it. If no process is alive,
+        one is started first."""
         if all(process.dead for process in self.world.processes):
             while self.world.dead_sessions:
-                self.a_session_of_the_dead_expires(index)
+                self.the_session_of_a_dead_process_expires(index)
             for other in range(3):
                 self.world.clock += 60.0
                 self.lead((index + other) % 3)
@@ -219,7 +223,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def leadership_is_revoked(self):
-        """The store revokes it and notifies nobody."""
+        """The store revokes the leadership and notifies nobody."""
         self.world.server.entries.pop(HOLDER, None)
 
     @rule(index=INDEX)
@@ -229,25 +233,25 @@ class Machine(RuleBasedStateMachine):
             candidate.reconciler.stop()
         candidate.die()
 
-    @rule(index=st.integers(0, 5), process=st.booleans())
-    def a_process_dies(self, index, process):
-        living = [actor for actor in (self.world.processes if process else self.world.drivers) if not actor.dead]
+    @rule(index=st.integers(0, 5), is_run=st.booleans())
+    def a_process_dies(self, index, is_run):
+        living = [actor for actor in (self.world.processes if is_run else self.world.drivers) if not actor.dead]
         if living:
             living[index % len(living)].die()
 
     @rule(index=st.integers(0, 5))
-    def a_session_of_the_dead_expires(self, index):
-        """It expires some time after its process has died."""
+    def the_session_of_a_dead_process_expires(self, index):
+        """The session of a dead process expires some time after its death."""
         if self.world.dead_sessions:
             self.world.server.expire(self.world.dead_sessions.pop(index % len(self.world.dead_sessions)))
 
     @rule(script=SCRIPT)
     def the_storage_is_swept(self, script):
-        self.with_script(script, lambda: self.client(lambda jobs: jobs.sweep(0.0, lambda: float("inf"))))
+        self.with_script(script, lambda: self.as_client(lambda jobs: jobs.sweep(0.0, lambda: float("inf"))))
 
     @rule(script=SCRIPT)
     def ended_jobs_are_pruned(self, script):
-        """The prune runs a moment after the last job has ended."""
+        """Ended jobs are pruned 0.1 s after the previous action."""
         self.world.clock += 0.1
         self.with_script(script, self.prune)
 
@@ -264,7 +268,7 @@ class Machine(RuleBasedStateMachine):
         assert_final_state(self.world, self.world.settle())
 
 
-TestJobsUnderAnything = Machine.TestCase
+TestJobsUnderAnything = JobsMachine.TestCase
 TestJobsUnderAnything.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None
 )
@@ -272,5 +276,5 @@ TestJobsUnderAnything.settings = settings(
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-class TestJobsUnderAnythingAtLength(Machine.TestCase):
+class TestJobsUnderAnythingAtLength(JobsMachine.TestCase):
     settings = settings(max_examples=1500, stateful_step_count=50, deadline=None)

@@ -1,4 +1,4 @@
-"""The keys that a leader reads, and the removal of ended jobs, with interference at each read and write."""
+"""The removal of ended jobs (pruning), with interference at each read and write, and the keys that a leader reads."""
 
 import contextlib
 import itertools
@@ -49,7 +49,7 @@ def new_jobs(world):
 
 
 def new_leader(world):
-    """A new driver that gets the term, even if another driver leads."""
+    """Creates a driver that becomes leader, even if another driver leads."""
     world.server.entries.pop(HOLDER, None)
     driver = SimDriver(world)
     world.drivers.append(driver)
@@ -58,14 +58,14 @@ def new_leader(world):
 
 
 def run_processes(world):
-    """Each process of a run works until it ends."""
+    """Runs each live process of a run to its end."""
     for process in world.processes:
         if not process.dead and not process.busy:
             process.act()
 
 
 def run_job(world, until="clean"):
-    """Submits job-0. A new leader starts its run, which ends it, then the job is cleaned."""
+    """Submits job-0, and takes it to the state `until` under a new leader: running, succeeded, or clean."""
     new_jobs(world).submit(SPEC, "job-0")
     driver = new_leader(world)
     if until != "running":
@@ -77,16 +77,16 @@ def run_job(world, until="clean"):
 
 
 def world_with_job(seed, until="clean"):
-    """A world with job-0 in this state."""
+    """A world with job-0 in the state `until`, and its leader."""
     world = World(seed, jobs=1, faults=0)
     world.sink.visible.clear()
     real = world.server.on_transaction
 
-    def done(operations):
+    def check_indexes(operations):
         real(operations)
-        assert_indexes_match(world.server.entries)  # after each single transaction
+        assert_indexes_match(world.server.entries)
 
-    world.server.on_transaction = done
+    world.server.on_transaction = check_indexes
     driver = run_job(world, until)
     record, _ = new_jobs(world).read("job-0")
     assert ("clean" if record.clean else record.state) == until
@@ -94,7 +94,7 @@ def world_with_job(seed, until="clean"):
 
 
 def is_removed(world):
-    """Whether job-0 and everything that other processes can see of it is removed. Otherwise it is complete."""
+    """Returns whether job-0 has been removed, and asserts that it is either complete or removed from every index."""
     jobs = new_jobs(world)
     try:
         record, _ = jobs.read("job-0")
@@ -144,8 +144,8 @@ class NoLauncher:
 
 @pytest.mark.parametrize("keep", [None, 1e6])
 def test_a_poll_reads_only_open_jobs(keep):
-    """A takeover and each poll read as much with 200 ended jobs as with none, and write nothing. A poll reads one list,
-    that of the open jobs. A leader that prunes reads one more list, that of the hours, once in some minutes."""
+    """A takeover and each poll read as many keys with 200 ended jobs as with none, and write nothing. A poll reads only
+    the list of open jobs. A leader that prunes also reads the list of hours, once every few minutes."""
     counts = []
     for number in (0, 200):
         world = World(1, jobs=1, faults=0)
@@ -180,8 +180,8 @@ def test_a_poll_reads_only_open_jobs(keep):
 
 
 def test_a_prune_removes_only_old_clean_jobs():
-    """It removes them with their results. A job stays complete if it is open, not clean, younger, unreadable, or if its
-    process is alive."""
+    """A prune removes old clean jobs with their results. A job stays complete if it is open, not clean, too young or
+    unreadable, or if its process is alive."""
     world, _ = world_with_job(2)
     jobs = new_jobs(world)
     for job in ("open", "runs", "unclean", "unreadable", "lingers"):
@@ -227,7 +227,7 @@ def remaining_states(world, job):
 
 
 def test_a_prune_removes_empty_hours_of_the_index():
-    """The current hour of the index of ended jobs stays."""
+    """A prune removes the empty hours of the index of ended jobs, except for the current hour."""
     world, _ = world_with_job(3)
     world.clock += 7200.0
     jobs = new_jobs(world)
@@ -239,7 +239,8 @@ def test_a_prune_removes_empty_hours_of_the_index():
 
 
 def test_the_id_of_a_pruned_job_can_be_used_again():
-    """With the same or other content, under the same leader, it is a new job that runs."""
+    """A submit with a pruned job's id, with the same or other content, creates a new job that runs under the same
+    leader."""
     world, driver = world_with_job(4)
     with pytest.raises(JobExists):
         new_jobs(world).submit(OTHER, "job-0")
@@ -258,8 +259,8 @@ def test_the_id_of_a_pruned_job_can_be_used_again():
 
 
 def test_a_leader_forgets_jobs_that_have_ended():
-    """It keeps neither the pauses nor the warnings of a clean job. So its memory does not grow, and the next job with
-    that id is not mistaken for the old one."""
+    """A leader keeps neither the pauses nor the warnings of a clean job. So its memory does not grow, and the next job
+    with that id is not mistaken for the old one."""
     world, driver = world_with_job(12)
     prepare, tried = driver.prepare, []
 
@@ -284,8 +285,8 @@ def test_a_leader_forgets_jobs_that_have_ended():
 
 
 def test_a_prune_deletes_unreferenced_states_of_the_job(monkeypatch):
-    """Dead writers left them, and later nothing would find them. If they cannot be deleted, the job stays and the prune
-    says why. The next prune removes it."""
+    """A prune deletes states that dead writers of the job left, because nothing could find them later. If they cannot
+    be deleted, the job stays, the prune says why, and the next prune removes the job."""
     world, _ = world_with_job(5)
     [folder] = {state.rpartition("/")[0] for state in world.states()}
     generation = folder.split("/")[1]
@@ -303,7 +304,8 @@ def test_a_prune_deletes_unreferenced_states_of_the_job(monkeypatch):
 
 
 def test_a_result_that_cannot_be_deleted_is_swept(monkeypatch, caplog):
-    """The job is removed completely. A sweep, or the next job with that id, deletes the result's bytes."""
+    """If its result cannot be deleted, a job is removed anyway. A sweep, or the next job with that id, deletes the
+    result's bytes."""
     for cleanup in ("sweep", "next job"):
         world, _ = world_with_job(6)
         world.clock += 100.0
@@ -326,7 +328,7 @@ def test_a_result_that_cannot_be_deleted_is_swept(monkeypatch, caplog):
 
 
 def test_a_leader_removes_a_few_old_jobs_at_each_poll(monkeypatch):
-    """It still runs its open jobs. Without a time to keep jobs it removes none."""
+    """At each poll, a leader removes a few old jobs and still runs its open jobs. It removes none if `keep` is None."""
     monkeypatch.setattr(reconciler_module, "_PRUNED_PER_PASS", 2)
     for keep in (None, 50.0):
         world, _ = world_with_job(7)
@@ -350,7 +352,7 @@ def test_a_leader_removes_a_few_old_jobs_at_each_poll(monkeypatch):
 
 
 def test_a_failed_prune_does_not_stop_the_leader(monkeypatch, caplog):
-    """It logs the error, still runs its jobs, and prunes again some minutes later."""
+    """After a failed prune, the leader logs the error, still runs its jobs, and prunes again after the prune period."""
     world, _ = world_with_job(8)
     world.clock += 100.0
     world.keep = 50.0
@@ -378,7 +380,7 @@ def is_unlisted(world):
 
 
 def test_a_replaced_leader_removes_nothing():
-    """It has not noticed that it was replaced. Its prune is fenced by its term."""
+    """The prune of a leader that has not noticed its replacement is fenced by its term, and removes nothing."""
     world, driver = world_with_job(9)
     world.clock += 100.0
     new_leader(world)
@@ -395,7 +397,7 @@ class ActionAt:
 
     def __init__(self, world, number, moment, action):
         self.world, self.number, self.moment, self.action = world, number, moment, action
-        self.seen, self.on_transaction = 0, False
+        self.seen, self.has_run = 0, False
         world.server.fault = self
         if moment == "at a read":
             world.server.on_read = lambda session, key: self(session, (), moment)
@@ -403,9 +405,9 @@ class ActionAt:
     def __call__(self, session, operations, moment):
         if moment in ("before", "at a read"):
             self.seen += 1
-        if self.seen != self.number or moment != self.moment or self.on_transaction:
+        if self.seen != self.number or moment != self.moment or self.has_run:
             return
-        self.on_transaction = True
+        self.has_run = True
         self.world.server.fault = self.world.server.on_read = no_fault
         before = self.world.current
         try:
@@ -415,23 +417,23 @@ class ActionAt:
             self.world.current = before
 
 
-def dies(world, session):
-    """The writing process ends."""
+def kill(world, session):
+    """Kills the writing process."""
     if world.current is not None:
         world.current.killed = True
     raise Killed
 
 
-def loses_reply(world, session):
+def lose_reply(world, session):
     raise PossiblyInconsistentError("the reply was lost")
 
 
-def is_cut_off(world, session):
+def lose_session(world, session):
     world.server.expire(session)
     raise PossiblyInconsistentError("the reply was lost")
 
 
-def is_replaced(world, session):
+def lose_leadership(world, session):
     if term := world.server.entries.get(TERM):
         world.server.entries.pop(HOLDER, None)
         world.server.session().transact(Replace(TERM, b"another", term.version))
@@ -440,10 +442,10 @@ def is_replaced(world, session):
 
 @pytest.mark.parametrize("pruner", ["command", "leader"])
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("fault", [dies, loses_reply, is_cut_off, is_replaced])
+@pytest.mark.parametrize("fault", [kill, lose_reply, lose_session, lose_leadership])
 def test_a_fault_at_each_write_of_a_prune(pruner, moment, fault):
-    """A process that dies or loses a reply leaves the job complete or removed. Another prune finishes it, and the id
-    can be used again."""
+    """A prune whose process dies or loses a reply leaves the job complete or removed. Another prune finishes the
+    removal, and the id can be used again."""
     reached = 0
     for number in itertools.count(1):
         world, _ = world_with_job(10)
@@ -461,7 +463,7 @@ def test_a_fault_at_each_write_of_a_prune(pruner, moment, fault):
             with contextlib.suppress(Killed, StagecrewError):
                 list(jobs.prune(50.0))
         world.server.fault = no_fault
-        if not fault_at.on_transaction:
+        if not fault_at.has_run:
             assert is_removed(world)
             break
         reached += 1
@@ -482,7 +484,7 @@ def submit(world):
 
 
 def submit_other(world):
-    """Submits other content with that id. It is refused while the first job exists."""
+    """Submits other content with the id job-0, which is refused while the first job exists."""
     with contextlib.suppress(JobExists):
         new_jobs(world).submit(OTHER, "job-0")
 
@@ -495,7 +497,7 @@ def cancel(world):
 
 def prune(world):
     for result in new_jobs(world).prune(0.0):
-        assert not result.reason or "still has process" in result.reason  # a run that is working
+        assert not result.reason or "still has process" in result.reason  # of a run that is still working
 
 
 def sweep(world):
@@ -507,7 +509,7 @@ def take_over(world):
 
 
 def end_and_prune(world):
-    """The job's run ends, a new leader cleans it, and it is pruned."""
+    """Ends the job's run, lets a new leader clean the job, and prunes it."""
     run_processes(world)
     new_leader(world)
     world.clock += 1.0
@@ -515,7 +517,7 @@ def end_and_prune(world):
 
 
 def prune_and_run_again(world):
-    """The job is pruned, submitted again, and ends, all in the hour in which it ended first."""
+    """Prunes the job, submits it again and ends it, all within the hour in which it first ended."""
     prune(world)
     run_job(world)
 
@@ -535,13 +537,13 @@ def prune_later(world):
     prune(world)
 
 
-#: The entries that a process reads before it does anything.
-ENTRIES = ["jobs", "specs", "results", "open", "ended"]
+#: The keys that a process reads before its action begins.
+KEYS_READ_FIRST = ["jobs", "specs", "results", "open", "ended"]
 ACTIONS = [submit, submit_other, cancel, prune, sweep, take_over]
 INTERFERING = [*ACTIONS, prune_later, end_and_prune, prune_and_run_again]
 
 
-#: The combinations with the highest risk run in each `make test`. All others are long tests.
+#: The riskiest combinations, which `make test` runs. All others are long tests.
 FREQUENT = [
     (submit, "clean"), (submit_other, "clean"), (cancel, "running"), (prune, "clean"), (take_over, "succeeded"),
     (list_all, "clean"), (show_result, "clean"),
@@ -557,10 +559,10 @@ COMBINATIONS = [
 
 @pytest.mark.parametrize("moment", ["before", "after", "at a read"])
 @pytest.mark.parametrize(("action", "until"), COMBINATIONS)
-def test_any_two_actions_may_interfere(action, moment, until):
-    """At any one read or write of an action another one is done completely. The only errors say that the job exists, or
-    does not. The indexes are right after each transaction, a prune removes only the job that it has read, and the last
-    job ends."""
+def test_any_action_can_run_inside_any_other(action, moment, until):
+    """Another action can run completely at any read or write of an action. An action then fails only because the job
+    exists, does not exist, or has a new leader. The indexes are correct after each transaction, a prune removes only
+    the job that it has read, and the last job ends."""
     for other in INTERFERING:
         for number in itertools.count(1):
             world, _ = world_with_job(11, until)
@@ -569,18 +571,18 @@ def test_any_two_actions_may_interfere(action, moment, until):
             with contextlib.suppress(LeadershipLost, *[JobExists] if other is submit_other else []):
                 action(world)
             world.server.fault = world.server.on_read = no_fault
-            if not interference.on_transaction:
+            if not interference.has_run:
                 break
             assert_consistent(world)
-            begun = moment != "at a read" or number > len(ENTRIES)
+            begun = moment != "at a read" or number > len(KEYS_READ_FIRST)
             if (action, other, until, begun) == (prune, prune_and_run_again, "clean", True):
                 assert world.lives["job-0"] == 1, "the job that was submitted meanwhile must stay"
             digests = [record.digest for record, _ in new_jobs(world).all()[0].values()]
             assert_final_state(world, world.settle(submit=digests != [OTHER.digests[0]]))
 
 
-def test_a_submit_can_follow_a_whole_life_of_another_job_with_its_id():
-    """Another process takes the id first, and its job ends and is pruned before the submit reads it. The submit then
+def test_a_submit_succeeds_after_another_job_with_its_id_was_pruned():
+    """If another process takes the id first, and its job ends and is pruned before the submit reads the job, the submit
     succeeds."""
     world, _ = world_with_job(13)
     prune(world)

@@ -1,4 +1,7 @@
-"""Rules of recovery, each with a schedule that it excludes. Two drivers use one store, and one is paused at a write."""
+"""Rules of recovery, each tested with a schedule that would break it.
+
+In many of the schedules, two drivers use one store, and one of them is paused at a write.
+"""
 
 import threading
 import time
@@ -32,7 +35,7 @@ from support.simulated_jobs import SCHEMA, Killed, MemorySink, SimDriver, SimPro
 
 
 class TwoDrivers:
-    """Two drivers' commit handles of one job, and a sink to which both write."""
+    """The commit handles of two drivers for one job, and the sink to which both drivers write."""
 
     def __init__(self, tmp_path):
         self.server = ModelServer()
@@ -52,7 +55,7 @@ class TwoDrivers:
         return commit(self.sink, commit_log, "c", SCHEMA, execute or self.stage, sleep=lambda _: None)
 
     def before_the_next_write(self, name, action):
-        """Runs an action right before that session's next write of the record, as if its writer were paused there."""
+        """Runs an action right before the session `name` next writes the record, as if its driver were paused there."""
 
         def fault(session, operations, moment):
             if (session, moment) == (name, "before") and any(
@@ -70,7 +73,8 @@ def drivers(tmp_path):
 
 
 def test_a_decision_after_an_abort_is_refused(drivers):
-    """A driver is paused before its decision while another one aborts. Nothing is visible and nothing is left."""
+    """If another driver aborts a commit while its driver is paused before the decision, the decision is refused. No
+    rows become visible, and none stay staged."""
     drivers.before_the_next_write(drivers.name, lambda: finish_commits(drivers.other, ending=True))
     with pytest.raises(CommitSuperseded):
         drivers.commit(drivers.one)
@@ -79,7 +83,8 @@ def test_a_decision_after_an_abort_is_refused(drivers):
 
 
 def test_an_abort_after_a_decision_is_refused(drivers, monkeypatch):
-    """The aborting driver deletes nothing, and the job does not end until the decided commit is applied."""
+    """A driver that aborts a commit that was already decided deletes nothing. The job cannot end until the decided
+    commit is applied."""
     staged, released, raised = threading.Event(), threading.Event(), []
 
     def stage(staging):
@@ -112,7 +117,8 @@ def test_an_abort_after_a_decision_is_refused(drivers, monkeypatch):
 
 @pytest.mark.parametrize("problem", ["sink away for a while", "storage away for a while", "sink away", "corrupt state"])
 def test_a_run_waits_for_its_sink_and_storage(drivers, monkeypatch, problem):
-    """It applies the decided commit when they are available again. It does not wait for a corrupt state."""
+    """A run applies its decided commit as soon as its sink and its storage are available again. A corrupt state raises
+    an error without a wait."""
     monkeypatch.setattr(commit_rollforward, "_TRIES", 1)
     waits = []
     monkeypatch.setattr(retry, "_PAUSE", 0.0)
@@ -147,7 +153,8 @@ def test_a_run_waits_for_its_sink_and_storage(drivers, monkeypatch, problem):
 
 @pytest.mark.parametrize("recovers", [True, False])
 def test_an_abort_waits_for_its_sink(drivers, monkeypatch, caplog, recovers):
-    """Staged rows of an aborted commit are deleted if the sink recovers in time. Otherwise the log names the runs."""
+    """Staged rows of an aborted commit are deleted if the sink recovers within the retry timeout. Otherwise the log
+    names the runs that staged them."""
     monkeypatch.setattr(retry, "_PAUSE", 0.0)
     runs, calls = [], []
 
@@ -168,7 +175,7 @@ def test_an_abort_waits_for_its_sink(drivers, monkeypatch, caplog, recovers):
         calls.append(1)
         if len(calls) < 5 or not recovers:
             if not recovers:
-                time.sleep(0.3)  # longer than the patience: there is one last call
+                time.sleep(0.3)  # longer than the retry timeout, after which there is one last call
             raise OSError("no route")
         return done(commit_id)
 
@@ -183,7 +190,8 @@ def test_an_abort_waits_for_its_sink(drivers, monkeypatch, caplog, recovers):
 
 
 def test_a_refusal_that_cannot_be_written_deletes_nothing(drivers, monkeypatch):
-    """The driver loses its session before it writes the sink's refusal. The next driver applies the commit."""
+    """If a driver loses its session before it writes the sink's refusal, it deletes nothing, and the next driver
+    applies the commit."""
 
     def refuse(*_):
         drivers.before_the_next_write(drivers.name, lambda: drivers.server.expire(drivers.name))
@@ -205,7 +213,7 @@ SPEC = JobSpec("job-0.py", (), {}, {}, b"", 2)
 
 
 def started_job(seed, spec=SPEC):
-    """A job, and a driver that has started its first run."""
+    """A world with a job, and the driver that has started the job's first run."""
     world = World(seed, jobs=1, faults=0)
     world.sink.visible.clear()
     Jobs(world.server.session(), world.storage, lambda: world.clock).submit(spec, "job-0")
@@ -216,13 +224,13 @@ def started_job(seed, spec=SPEC):
 
 
 def take_turns(world, driver, turns):
-    """The driver reconciles its jobs, and the processes it has started run."""
+    """In each turn, the driver reconciles its jobs, and the processes that it has started run."""
     for _ in range(turns):
         world.turn(driver, 60.0)
 
 
 def test_decided_commits_are_applied_before_a_run_begins(monkeypatch):
-    """The next run's own code sees the rows from its start, not only when it reaches that commit."""
+    """The code of a later run sees the rows of decided commits from its start, not only when it reaches the commit."""
     world, driver = started_job(20)
     real, seen = world.sink.commit, []
 
@@ -247,8 +255,9 @@ def test_decided_commits_are_applied_before_a_run_begins(monkeypatch):
 
 @pytest.mark.parametrize("outcome", ["is given up", "raises", "returns"])
 def test_a_job_does_not_end_before_its_decided_commit_is_applied(monkeypatch, outcome):
-    """The sink is unavailable. The job gets no result and none of its state is deleted, whether all its runs are lost,
-    its code raises, or its code returns. When the sink recovers, the job ends and its rows are visible."""
+    """While the sink is unavailable, a job with a decided commit gets no result and keeps all its state, whether all
+    its runs are lost, its code raises, or its code returns. When the sink recovers, the job ends and its rows are
+    visible."""
     monkeypatch.setattr(commit_rollforward, "_TRIES", 1)
     world, driver = started_job(21, JobSpec("job-0.py", (), {}, {}, b"", 3 if outcome == "is given up" else 50))
     world.patience = 0.0
@@ -287,8 +296,9 @@ def test_a_job_does_not_end_before_its_decided_commit_is_applied(monkeypatch, ou
 @pytest.mark.parametrize(
     ("error", "run_number", "state"), [(CheckpointTimeout, 2, "succeeded"), (CheckpointFailed, 1, "failed")]
 )
-def test_a_checkpoint_that_is_late_loses_the_run(monkeypatch, error, run_number, state):
-    """The next run ends the job. A checkpoint that is declined fails the job at once."""
+def test_a_checkpoint_that_times_out_loses_the_run(monkeypatch, error, run_number, state):
+    """After a checkpoint that timed out, the run is lost and the next run ends the job. A declined checkpoint fails the
+    job immediately."""
     world, driver = started_job(28)
     program, raised = SimProcess._program, []
 
@@ -308,7 +318,8 @@ def test_a_checkpoint_that_is_late_loses_the_run(monkeypatch, error, run_number,
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_a_job_with_a_commit_record_of_an_earlier_version_does_not_run(caplog, cancelled):
-    """Its code is not called, it does not end even if it is cancelled, and the record does not change."""
+    """A job with a commit record of an earlier version does not run its code and does not end, even if it is cancelled.
+    The record does not change."""
     world, driver = started_job(28)
     handles = Jobs(world.server.session(), world.storage).handles("job-0", "commits")
     StoredCommitLog(handles, world.sink).write("job-0/sink", {"state": "open", "run": "0" * 32}, 0)
@@ -328,7 +339,7 @@ def test_a_job_with_a_commit_record_of_an_earlier_version_does_not_run(caplog, c
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_a_job_that_cannot_be_started_does_not_stop_the_leader(cancelled):
-    """However often it fails, running jobs continue and a later job is started."""
+    """However often the start of one job fails, running jobs continue and a later job is started."""
     world, driver = started_job(24)
     [running] = world.processes
     jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
@@ -357,7 +368,7 @@ def test_a_job_that_cannot_be_started_does_not_stop_the_leader(cancelled):
 
 
 def poll(world, driver, seconds, polls_per_second=5):
-    """The driver polls, and the processes it has started run. Returns the number of new processes."""
+    """Lets the driver poll and its processes run for some simulated seconds. Returns the number of new processes."""
     before = len(world.processes)
     for _ in range(int(seconds * polls_per_second)):
         world.clock += 1.0 / polls_per_second
@@ -369,8 +380,8 @@ def poll(world, driver, seconds, polls_per_second=5):
 
 
 def test_a_cancelled_job_that_cannot_be_finished_is_retried_with_pauses(monkeypatch):
-    """A cancel takes effect at once, even in the pause after a lost run. While the sink is unavailable, finishing the
-    job is retried with a job's usual pauses and not at each poll. When the sink recovers, the job is finished."""
+    """A cancel takes effect immediately, even in the pause after a lost run. While the sink is unavailable, a cancelled
+    job is retried with a job's usual pauses and not at each poll. When the sink recovers, the job ends."""
     monkeypatch.setattr(commit_rollforward, "_TRIES", 1)
     world, driver = started_job(25, JobSpec("job-0.py", (), {}, {}, b"", 50))
     world.patience = 0.0
@@ -380,7 +391,7 @@ def test_a_cancelled_job_that_cannot_be_finished_is_retried_with_pauses(monkeypa
     jobs.cancel("job-0")
     driver.act()
     assert driver.jobs.read("job-0")[0].state == "ending"
-    # A process that only finishes a job soon makes room for others, however long a run would wait.
+    # A process that only finishes a job gives up early, to make room for others. A run would wait for the full timeout.
     world.patience = retry.RETRY_TIMEOUT
     monkeypatch.setattr(execution, "_FINISH_TIMEOUT", 0.0)
     assert 5 <= poll(world, driver, 62) <= 8
@@ -393,12 +404,12 @@ def test_a_cancelled_job_that_cannot_be_finished_is_retried_with_pauses(monkeypa
 
 
 def test_a_cancelled_run_ends_without_pauses(caplog):
-    """The run is ended, its decided commit is applied, and the job is cleaned, in one poll each."""
+    """After a cancel, it takes one poll to end the run, one to finish the decided commits, and one to clean the job."""
     world, driver = started_job(27)
     world.cancelled.add("job-0")
     [process] = world.processes
     FencedJobs(process.session, world.storage).claim_run(process.run, {"pid": 7, "host": "here"})
-    process.busy = True  # it is working
+    process.busy = True  # it is still working
     Jobs(world.server.session(), world.storage, lambda: world.clock).cancel("job-0")
     for _ in range(5):
         world.clock += 0.2
@@ -414,7 +425,8 @@ def test_a_cancelled_run_ends_without_pauses(caplog):
 
 
 def test_a_cancelled_job_whose_state_cannot_be_deleted_is_retried_with_pauses(monkeypatch):
-    """When the storage can delete the state again, the job is cleaned."""
+    """While the state of a cancelled job cannot be deleted, its cleanup is retried with pauses. When the storage
+    recovers, the job is cleaned."""
     world, driver = started_job(26)
     world.cancelled.add("job-0")
     Jobs(world.server.session(), world.storage, lambda: world.clock).cancel("job-0")
@@ -434,8 +446,8 @@ def test_a_cancelled_job_whose_state_cannot_be_deleted_is_retried_with_pauses(mo
 
 
 def test_a_successor_waits_for_the_previous_process_of_a_job():
-    """While that process, which may only be paused, has its session, the new leader starts no run of the job but runs
-    others. When the session has ended, it starts the next run."""
+    """While the previous process of a job (which may only be paused) has its session, the new leader starts no run of
+    that job but runs others. After the session has ended, it starts the job's next run."""
     world, old = started_job(22)
     [process] = world.processes
     jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
@@ -459,8 +471,8 @@ def test_a_successor_waits_for_the_previous_process_of_a_job():
 
 @pytest.mark.parametrize("paused", [True, False])
 def test_a_run_is_claimed_once(paused):
-    """Of two processes that are started for one run, only one runs the job. The other finds that the run is claimed and
-    changes nothing, even if it was about to claim it."""
+    """Of two processes that are started for one run, only one runs the job. The other finds the run claimed and changes
+    nothing, even if it was about to claim the run itself."""
     world, driver = started_job(23)
     [first] = world.processes
     second = SimProcess(world, first.run, first.term, False)

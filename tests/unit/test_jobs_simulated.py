@@ -1,4 +1,4 @@
-"""Jobs under random schedules of drivers, runs, kills, pauses and lost replies: each ends once, and no row is lost."""
+"""Under random schedules of drivers, runs, kills, pauses and lost replies, each job ends once and no row is lost."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from support.simulated_jobs import World, assert_final_state
 
 
 def run_schedule(seed):
-    """Runs one schedule to its end."""
+    """Runs one random schedule to its end, and checks the final state."""
     world = World(seed)
     world.keep = None if seed % 2 else 3.0
     for _ in range(60):
@@ -25,7 +25,8 @@ def run_schedules(seeds):
 
 
 def test_schedules_of_two_drivers():
-    """Whatever is killed, paused, pruned or not answered, each job ends once and its rows are written once."""
+    """Whatever is killed, paused or pruned, and whichever replies are lost, each job ends once and its rows are written
+    once."""
     killed, pruned = run_schedules(range(60))
     assert killed > 100
     assert pruned > 20
@@ -34,5 +35,5 @@ def test_schedules_of_two_drivers():
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_ten_thousand_schedules_of_two_drivers():
-    """The same with ten thousand seeds."""
+    """In ten thousand schedules, each job ends once and its rows are written once."""
     run_schedules(range(1000, 11000))

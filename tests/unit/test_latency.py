@@ -1,4 +1,4 @@
-"""Percentiles from buckets, compared with those of the times themselves."""
+"""Percentiles computed from a histogram's buckets, compared with the exact percentiles of the same times."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def is_close(found: int, exact: int) -> bool:
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(values=st.lists(micros, min_size=1, max_size=60))
 def test_percentiles_are_exact_within_a_sixty_fourth(values):
-    """Each percentile is within 1/64 of the nearest rank's.
+    """Each percentile is within 1/64 of the exact nearest-rank percentile.
 
-    Count and maximum are exact, and percentiles are ordered.
+    Count and maximum are exact, and the percentiles are in ascending order.
     """
     values = [min(value, (1 << 40) - 1) for value in values]
     found, ordered = times_of(values).percentiles(), sorted(values)
@@ -42,7 +42,7 @@ def test_percentiles_are_exact_within_a_sixty_fourth(values):
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(one=st.lists(micros, max_size=20), other=st.lists(micros, max_size=20))
 def test_a_sum_has_all_times(one, other):
-    """The sum of two has the percentiles of both lists together, even if both were read before."""
+    """The sum of two histograms has the percentiles of all their times, even if both histograms were read before."""
     both, parts = LatencyHistogram(), [LatencyHistogram(), LatencyHistogram()]
     for part, values in zip(parts, (one, other), strict=True):
         part.sum = both
@@ -53,7 +53,7 @@ def test_a_sum_has_all_times(one, other):
 
 
 def test_no_times_and_extreme_times():
-    """Without times all figures are zero. A negative time counts as none, and a huge one as the longest."""
+    """Without times, count and percentiles are zero. A negative time counts as zero, and a huge time as the longest."""
     assert times_of([]).percentiles() == {"count": 0, "p50": 0, "p95": 0, "p99": 0, "max": 0}
     times = LatencyHistogram()
     times.add(-1.0)
@@ -62,8 +62,8 @@ def test_no_times_and_extreme_times():
     assert times.percentiles()["max"] == 1 << 40
 
 
-def test_nothing_is_lost_between_threads():
-    """All times that four threads add are counted."""
+def test_all_times_of_concurrent_threads_are_counted():
+    """No time is lost when four threads add times concurrently."""
     times = LatencyHistogram()
     threads = [threading.Thread(target=lambda: [times.add(n / 1e6) for n in range(5000)]) for _ in range(4)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""The lifecycle of listeners in one process: property tests against a model, and plain examples of each rule."""
+"""The lifecycle of listeners in one process: property tests against a model, and an example of each rule."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
 
 
 class Plain(Listener):
-    """Has no decoration, so tasks are not wrapped in it."""
+    """A listener without a decoration."""
 
     def __init__(self, argument: object = None) -> None:
         self.argument = argument
 
 
 class Decorating(Plain):
-    """Wraps each task."""
+    """A listener that decorates tasks."""
 
     @contextlib.contextmanager
     def decorate(self, task: Any):
@@ -42,7 +42,7 @@ class HookError(Exception):
 
 @dataclasses.dataclass
 class FakeHooks:
-    """Records its calls, and raises the errors of `plan`."""
+    """Records the calls of hooks, and raises the errors in `plan`: by hook, topology and index of the listener."""
 
     plan: dict[tuple[str, str, int], BaseException] = dataclasses.field(default_factory=dict)
     log: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
@@ -82,8 +82,8 @@ def optional(listener: Listener) -> Listener:
     return listener
 
 
-def elsewhere(listener: Listener, value: Any) -> Registered:
-    """A listener that another process opened, with its value."""
+def opened_elsewhere(listener: Listener, value: Any) -> Registered:
+    """A listener that is open in another process, with its value, or with the error that fetching the value raises."""
 
     def value_or_error() -> Any:
         if isinstance(value, LookupError):
@@ -100,13 +100,17 @@ HOOKS = ("open", "close", "enter", "leave")
 
 
 def some_topologies() -> list[Described]:
-    """Topologies with all kinds of listeners: `shared` is registered twice, and `twin` looks the same as another."""
+    """Topologies with all kinds of listeners: `shared` is registered twice, and there are two equal `twin`
+    listeners."""
     shared, remote = Decorating("shared"), Plain("remote")
     return [
-        topology("app", Decorating("twin"), optional(Plain()), elsewhere(remote, "a port"), Decorating()),
+        topology("app", Decorating("twin"), optional(Plain()), opened_elsewhere(remote, "a port"), Decorating()),
         topology("outer", optional(Decorating("o")), shared, Plain("o")),
         topology(
-            "inner", Decorating("twin"), elsewhere(Plain("lost"), LookupError("not open there")), optional(shared)
+            "inner",
+            Decorating("twin"),
+            opened_elsewhere(Plain("lost"), LookupError("not open there")),
+            optional(shared),
         ),
         topology("other", Plain("x"), optional(Decorating("y"))),
     ]
@@ -121,7 +125,8 @@ PLANS = st.dictionaries(
 
 
 class LifecycleMachine(RuleBasedStateMachine):
-    """Runs tasks and closes in any order, with failing hooks. The calls must equal those of the model, in order."""
+    """Begins tasks and closes topologies in any order, with failing hooks. A model predicts the calls and their
+    order."""
 
     @initialize()
     def start(self):
@@ -131,9 +136,9 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.history: list[tuple[Any, ...]] = []
         self.tasks = 0
         # The state of the model.
-        self.known: set[str] = set()
+        self.described: set[str] = set()
         self.opened: list[tuple[str, int]] = []
-        self.off: set[tuple[str, int]] = set()
+        self.disabled: set[tuple[str, int]] = set()
         self.entered: list[tuple[str, int]] = []
         self.current: tuple[str, ...] = ()
         self.running = False
@@ -164,15 +169,15 @@ class LifecycleMachine(RuleBasedStateMachine):
     def _model_close(self, topologies: set[str]) -> None:
         closing = [key for key in reversed(self.opened) if key[0] in topologies]
         self.opened = [key for key in self.opened if key[0] not in topologies]
-        self.off = {key for key in self.off if key[0] not in topologies}
-        self.known -= topologies
+        self.disabled = {key for key in self.disabled if key[0] not in topologies}
+        self.described -= topologies
         self.due = [one for one in self.due if one not in topologies]
         self._expect_each("close", closing)
 
     def _model_open(self, described: Described) -> None:
         for one in described.listeners:
             key = (described.id, one.index)
-            if one.listener is None or key in self.opened or key in self.off:
+            if one.listener is None or key in self.opened or key in self.disabled:
                 continue
             try:
                 self._expect("open", key)
@@ -180,7 +185,7 @@ class LifecycleMachine(RuleBasedStateMachine):
                 self._expect("close", key)
                 if one.required or not isinstance(error, Exception):
                     raise
-                self.off.add(key)
+                self.disabled.add(key)
             else:
                 self.opened.append(key)
 
@@ -202,7 +207,8 @@ class LifecycleMachine(RuleBasedStateMachine):
             raise
 
     def _compare(self, plan, model, real):
-        """Runs the model and the real lifecycle: the calls, their order and the exception must be equal."""
+        """Runs the model and the real lifecycle. Both must make the same calls in the same order, and return or raise
+        the same."""
         self.hooks.plan, self.hooks.log, self.expected = plan, [], []
         outcomes = []
         for run in (model, real):
@@ -220,7 +226,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     def begin(self, chain, plan):
         for each in chain:
             self.lifecycle.describe(self.topologies[each])
-            self.known.add(each)
+            self.described.add(each)
         self.tasks += 1
         task = f"task {self.tasks}"
         self._compare(plan, lambda: self._model_begin(chain, task), lambda: self.lifecycle.begin(chain, task))
@@ -253,7 +259,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule(plan=PLANS)
     def close_all(self, plan):
         def model():
-            known = set(self.known)
+            known = set(self.described)
             raised = None
             steps = (lambda: self._model_end(None), lambda: self._model_close(known | set(self.due)))
             for step in steps:
@@ -269,17 +275,17 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @invariant()
     def queries_follow_from_the_calls(self):
-        """`busy`, `knows`, `is_open` and `anything_open` follow from the calls so far."""
+        """`busy`, `knows`, `is_open` and `anything_open` must agree with the model."""
         assert self.lifecycle.busy == self.running
         assert self.lifecycle.anything_open == bool(self.opened)
         for each in self.topologies.values():
-            assert self.lifecycle.knows(each.id) == (each.id in self.known)
+            assert self.lifecycle.knows(each.id) == (each.id in self.described)
             for one in each.listeners:
                 assert self.lifecycle.is_open(each.id, one.index) == ((each.id, one.index) in self.opened)
 
     @invariant()
     def documented_rules_hold(self):
-        """Checks the documented rules on the recorded calls alone, without the model."""
+        """The recorded calls must keep the documented rules. This check does not use the model."""
         attempted: list[tuple[str, int]] = []
         entered: list[tuple[str, int]] = []
         for hook, each, index, *_ in self.history:
@@ -302,7 +308,7 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @invariant()
     def find_uses_the_current_chain(self):
-        """`find` finds listeners of the current chain only: first the exact one, then the innermost."""
+        """`find` must return a listener of the current chain: the exact listener, or else the innermost equal one."""
         inside = [(each, one) for each in reversed(self.current) for one in self.topologies[each].listeners]
         for each in self.topologies.values():
             for one in each.listeners:
@@ -339,8 +345,8 @@ TestLifecycleMachine = LifecycleMachine.TestCase
 # -- examples
 
 
-def machine(*topologies: Described) -> tuple[Lifecycle, FakeHooks]:
-    """Creates a lifecycle that knows these topologies."""
+def new_lifecycle(*topologies: Described) -> tuple[Lifecycle, FakeHooks]:
+    """Creates a lifecycle that knows these topologies, with fake hooks."""
     hooks = FakeHooks()
     lifecycle = Lifecycle(hooks)
     for each in topologies:
@@ -349,8 +355,8 @@ def machine(*topologies: Described) -> tuple[Lifecycle, FakeHooks]:
 
 
 def test_listeners_open_in_order_and_close_in_reverse():
-    """Listeners open from the outer topology to the inner one, in the order of registration. They close in reverse."""
-    lifecycle, hooks = machine(topology("a", Decorating(), Plain()), topology("b", Decorating()))
+    """Listeners open from the outer topology to the inner one, in the order of registration, and close in reverse."""
+    lifecycle, hooks = new_lifecycle(topology("a", Decorating(), Plain()), topology("b", Decorating()))
     lifecycle.begin(["a", "b"], "task")
     lifecycle.end(None)
     assert lifecycle.close_all() == ["a", "b"]
@@ -363,8 +369,8 @@ def test_listeners_open_in_order_and_close_in_reverse():
 
 
 def test_a_listener_opens_once_for_many_tasks():
-    """The second task of a topology finds its listeners open."""
-    lifecycle, hooks = machine(topology("a", Plain()))
+    """A listener that the first task of a topology opened stays open for the second task."""
+    lifecycle, hooks = new_lifecycle(topology("a", Plain()))
     for task in ("one", "two"):
         lifecycle.begin(["a"], task)
         lifecycle.end(None)
@@ -373,8 +379,9 @@ def test_a_listener_opens_once_for_many_tasks():
 
 
 def test_a_failed_open_is_closed_once_and_can_be_retried():
-    """`begin` raises the listener's error. Earlier listeners stay open, and later ones are not opened."""
-    lifecycle, hooks = machine(topology("a", Plain(), Plain(), Plain()))
+    """If a listener's `open` fails, `begin` raises its error and closes it once. Earlier listeners stay open, and later
+    listeners are not opened. The next task tries the failed open again."""
+    lifecycle, hooks = new_lifecycle(topology("a", Plain(), Plain(), Plain()))
     hooks.plan = {("open", "a", 1): HookError("no database")}
     with pytest.raises(HookError, match="no database"):
         lifecycle.begin(["a"], "task")
@@ -388,9 +395,10 @@ def test_a_failed_open_is_closed_once_and_can_be_retried():
 
 
 def test_a_failing_optional_listener_is_disabled():
-    """The task continues. The listener is closed once, neither decorated nor retried, and `get` names the reason."""
+    """If an optional listener's `open` fails, the task continues. The listener is closed once, and neither entered nor
+    opened again. `find` raises the reason."""
     pool = optional(Decorating())
-    lifecycle, hooks = machine(topology("a", pool, Plain()))
+    lifecycle, hooks = new_lifecycle(topology("a", pool, Plain()))
     hooks.plan = {("open", "a", 0): HookError("no database")}
     for _ in range(2):
         lifecycle.begin(["a"], "task")
@@ -402,10 +410,10 @@ def test_a_failing_optional_listener_is_disabled():
 
 
 def test_a_new_description_enables_disabled_listeners():
-    """A close forgets the topology. When it is described again, all its listeners are tried again."""
+    """A closed topology is forgotten. After it is described again, its disabled listeners are opened again."""
     pool = optional(Plain())
     described = topology("a", pool)
-    lifecycle, hooks = machine(described)
+    lifecycle, hooks = new_lifecycle(described)
     hooks.plan = {("open", "a", 0): HookError("no database")}
     lifecycle.begin(["a"], "task")
     lifecycle.end(None)
@@ -418,8 +426,9 @@ def test_a_new_description_enables_disabled_listeners():
 
 
 def test_a_kill_during_open_disables_no_listener():
-    """`TaskKilled` is not a failure of the listener: the listener is closed, the task ends, and a later task opens it."""
-    lifecycle, hooks = machine(topology("a", optional(Plain())))
+    """`TaskKilled` in `open` is not a failure of the listener. The listener is closed, the task ends, and a later task
+    opens the listener."""
+    lifecycle, hooks = new_lifecycle(topology("a", optional(Plain())))
     hooks.plan = {("open", "a", 0): TaskKilled("SIGTERM")}
     with pytest.raises(TaskKilled):
         lifecycle.begin(["a"], "task")
@@ -429,8 +438,9 @@ def test_a_kill_during_open_disables_no_listener():
 
 
 def test_a_failed_decoration_leaves_the_earlier_ones():
-    """Earlier decorations are left in reverse order with the exception; the failed one is not left."""
-    lifecycle, hooks = machine(topology("a", Decorating(), Decorating(), Decorating(), Decorating()))
+    """If a decoration cannot be entered, the earlier ones are left in reverse order with the exception. The failed one
+    is not left."""
+    lifecycle, hooks = new_lifecycle(topology("a", Decorating(), Decorating(), Decorating(), Decorating()))
     error = hooks.plan["enter", "a", 2] = HookError("no context")
     with pytest.raises(HookError, match="no context"):
         lifecycle.begin(["a"], "task")
@@ -441,8 +451,8 @@ def test_a_failed_decoration_leaves_the_earlier_ones():
 
 
 def test_decorations_receive_the_exception_of_the_task_once():
-    """`end` passes the exception to each decoration. A second `end` does nothing."""
-    lifecycle, hooks = machine(topology("a", Decorating()))
+    """`end` passes the task's exception to each decoration. A second `end` does nothing."""
+    lifecycle, hooks = new_lifecycle(topology("a", Decorating()))
     lifecycle.begin(["a"], "task")
     error = TaskKilled("SIGTERM")
     lifecycle.end(error)
@@ -451,8 +461,8 @@ def test_decorations_receive_the_exception_of_the_task_once():
 
 
 def test_a_new_task_ends_an_unfinished_one():
-    """A worker runs one task at a time: it leaves the decorations of the last task before it enters the next ones."""
-    lifecycle, hooks = machine(topology("a", Decorating()))
+    """A worker runs one task at a time, so it leaves the last task's decorations before it enters the next task's."""
+    lifecycle, hooks = new_lifecycle(topology("a", Decorating()))
     lifecycle.begin(["a"], "one")
     lifecycle.begin(["a"], "two")
     assert hooks.log[-3:] == [("leave", "a", 0, None), ("enter", "a", 0, "two"), ("entered", "a", 0)]
@@ -461,8 +471,9 @@ def test_a_new_task_ends_an_unfinished_one():
 @pytest.mark.parametrize("hook", ["leave", "close"])
 @pytest.mark.parametrize("kind", [HookError, TaskKilled])
 def test_a_failing_hook_does_not_stop_the_others(hook, kind):
-    """Hooks may break their promise not to raise: all listeners are left and closed once, and the error is raised."""
-    lifecycle, hooks = machine(topology("a", Decorating(), Decorating()), topology("b", Decorating()))
+    """Even if a hook breaks its promise not to raise, all listeners are left and closed once, and the error is
+    raised."""
+    lifecycle, hooks = new_lifecycle(topology("a", Decorating(), Decorating()), topology("b", Decorating()))
     lifecycle.begin(["a", "b"], "task")
     hooks.plan, hooks.log = {(hook, "b", 0): kind("broken"), (hook, "a", 1): kind("broken")}, []
     with pytest.raises(kind, match="broken"):
@@ -478,8 +489,8 @@ def test_a_failing_hook_does_not_stop_the_others(hook, kind):
 
 
 def test_a_topology_in_use_is_closed_after_its_task():
-    """The close waits for the end of the task. Another topology closes at once."""
-    lifecycle, hooks = machine(topology("a", Plain()), topology("b", Plain()))
+    """The close of a topology in use is deferred until its task has ended. Another topology closes immediately."""
+    lifecycle, hooks = new_lifecycle(topology("a", Plain()), topology("b", Plain()))
     lifecycle.begin(["b"], "task")
     lifecycle.end(None)
     lifecycle.begin(["a"], "task")
@@ -495,9 +506,9 @@ def test_a_topology_in_use_is_closed_after_its_task():
     assert hooks.log == [("close", "b", 0), ("close", "a", 0)]
 
 
-def test_concurrent_closes_run_innermost_first():
-    """The order does not depend on which close arrived first."""
-    lifecycle, hooks = machine(topology("outer", Plain()), topology("inner", Plain()))
+def test_deferred_closes_run_innermost_first():
+    """Deferred closes run from the innermost topology to the outermost, whichever close arrived first."""
+    lifecycle, hooks = new_lifecycle(topology("outer", Plain()), topology("inner", Plain()))
     lifecycle.begin(["outer", "inner"], "task")
     lifecycle.close("outer")
     lifecycle.close("inner")
@@ -508,26 +519,27 @@ def test_concurrent_closes_run_innermost_first():
 
 
 def test_closing_is_set_while_a_listener_closes():
-    """A signal handler can see the flag from before the close is recorded, also after a failed open."""
-    lifecycle, hooks = machine(topology("a", Plain(), optional(Plain())))
+    """`closing` is set from before a close is recorded until `close` returns, also after a failed open, so that a
+    signal handler can see it."""
+    lifecycle, hooks = new_lifecycle(topology("a", Plain(), optional(Plain())))
     seen = []
 
     class Opened(list):
         def remove(self, key):
-            seen.append(("booked", lifecycle.closing))
+            seen.append(("recorded", lifecycle.closing))
             super().remove(key)
 
-    def opens(topology, registered):
+    def open_hook(topology, registered):
         seen.append(("open", lifecycle.closing))
         if registered.index == 1:
             raise HookError
 
     lifecycle._opened = Opened()
-    hooks.open = opens
+    hooks.open = open_hook
     hooks.close = lambda topology, registered: seen.append(("close", lifecycle.closing))
     lifecycle.begin(["a"], "task")
     lifecycle.end(None)
-    closes = [("booked", True), ("close", True)]
+    closes = [("recorded", True), ("close", True)]
     assert seen == [("open", False), ("open", False), *closes]
     assert not lifecycle.closing
     lifecycle.close("a")
@@ -536,9 +548,9 @@ def test_closing_is_set_while_a_listener_closes():
 
 
 def test_a_forked_child_finds_listeners_and_closes_none():
-    """The parent leaves and closes the listeners that it opened."""
+    """A forked child finds the open listeners, but neither leaves nor closes them, because its parent does."""
     first = Decorating("first")
-    lifecycle, hooks = machine(topology("a", first))
+    lifecycle, hooks = new_lifecycle(topology("a", first))
     lifecycle.begin(["a"], "task")
     lifecycle.disown()
     hooks.log = []
@@ -551,16 +563,16 @@ def test_a_forked_child_finds_listeners_and_closes_none():
 
 
 def test_the_close_of_an_unknown_topology_gets_a_response():
-    """The executor also waits for a response from a process that never ran a task of the topology."""
-    lifecycle, hooks = machine()
+    """A process confirms the close of a topology of which it never ran a task, because the executor waits for it."""
+    lifecycle, hooks = new_lifecycle()
     assert lifecycle.close("never described") == ["never described"]
     assert hooks.log == []
 
 
 def test_a_known_topology_does_not_change():
-    """A second description does not replace listeners that are open."""
+    """A second description of a known topology does not replace its listeners."""
     first, second = Plain(), Plain()
-    lifecycle, _ = machine(topology("a", first))
+    lifecycle, _ = new_lifecycle(topology("a", first))
     lifecycle.begin(["a"], "task")
     lifecycle.describe(topology("a", second))
     assert lifecycle.find(first._stagecrew) is first
@@ -568,26 +580,27 @@ def test_a_known_topology_does_not_change():
 
 
 def test_a_chain_with_an_unknown_topology_begins_no_task():
-    """`begin` raises, and afterwards the process is in the same state as before."""
-    lifecycle, _ = machine(topology("a", Decorating()))
+    """If the chain contains an unknown topology, `begin` raises and no task is running afterwards."""
+    lifecycle, _ = new_lifecycle(topology("a", Decorating()))
     with pytest.raises(KeyError):
         lifecycle.begin(["a", "unknown"], "task")
     assert not lifecycle.busy
 
 
 def test_only_listeners_that_override_decorate_are_entered():
-    """A listener without a decoration adds no call to a task."""
-    lifecycle, hooks = machine(topology("a", Plain()))
+    """A task does not enter a listener that does not override `decorate`."""
+    lifecycle, hooks = new_lifecycle(topology("a", Plain()))
     lifecycle.begin(["a"], "task")
     lifecycle.end(None)
     assert hooks.log == [("open", "a", 0)]
 
 
 def test_listeners_of_another_process_are_not_opened_or_closed_here():
-    """A listener with executor scope provides its value, which is fetched again for each `get`."""
+    """A listener that another process opened is neither opened nor closed here. `find` fetches its value, or raises the
+    error."""
     remote, gone = Plain("remote"), Plain("gone")
-    lifecycle, hooks = machine(
-        topology("a", elsewhere(remote, "a port"), elsewhere(gone, LookupError("its agent is lost")))
+    lifecycle, hooks = new_lifecycle(
+        topology("a", opened_elsewhere(remote, "a port"), opened_elsewhere(gone, LookupError("its agent is lost")))
     )
     lifecycle.begin(["a"], "task")
     assert lifecycle.find(remote._stagecrew) == "a port"
@@ -599,13 +612,13 @@ def test_listeners_of_another_process_are_not_opened_or_closed_here():
 
 
 def test_find_searches_the_current_chain_innermost_first():
-    """Each topology has its own instance of equal listeners.
+    """Of equal listeners in several topologies, `find` returns the one of the innermost topology in the task's chain.
 
-    The inner one wins, and nothing is found outside a task.
+    It finds no listener of a topology outside the chain.
     """
     outer, inner, target = Plain("same"), Plain("same"), Plain("same")
     only_outer = Plain("only here")
-    lifecycle, _ = machine(topology("a", outer, only_outer), topology("b", inner))
+    lifecycle, _ = new_lifecycle(topology("a", outer, only_outer), topology("b", inner))
     lifecycle.begin(["a", "b"], "task")
     assert lifecycle.find(target._stagecrew) is inner
     assert lifecycle.find(only_outer._stagecrew) is only_outer
@@ -617,7 +630,8 @@ def test_find_searches_the_current_chain_innermost_first():
 
 
 def test_find_prefers_the_exact_listener_to_an_equal_one():
-    """With a function that is defined twice under one name, each listener finds itself, also from an outer topology."""
+    """If a function is defined several times under one name, each listener finds itself, also from an outer
+    topology."""
 
     def defined(value: str):
         @resource
@@ -627,7 +641,7 @@ def test_find_prefers_the_exact_listener_to_an_equal_one():
         return pool()
 
     one, two, three = defined("one"), defined("two"), defined("three")
-    lifecycle, hooks = machine(topology("a", one, two), topology("b", three))
+    lifecycle, hooks = new_lifecycle(topology("a", one, two), topology("b", three))
     hooks.open = lambda topology, registered: registered.listener.open(None)
     lifecycle.begin(["a", "b"], "task")
     assert one._stagecrew.same(three._stagecrew)
@@ -636,9 +650,10 @@ def test_find_prefers_the_exact_listener_to_an_equal_one():
 
 
 def test_the_error_of_find_names_where_it_searched():
-    """The error names the task's topologies, innermost first, with their listeners, or a listener not open yet."""
+    """The error of `find` names the task's topologies, innermost first, and their listeners. If the listener is
+    registered but not open yet, the error says so."""
     target = Plain("asked")
-    lifecycle, hooks = machine(topology("a", Plain("first")), topology("b", Plain("second"), target))
+    lifecycle, hooks = new_lifecycle(topology("a", Plain("first")), topology("b", Plain("second"), target))
     with pytest.raises(NotRegisteredError) as nowhere:
         lifecycle.find(target._stagecrew)
     assert (nowhere.value.inside, nowhere.value.registered) == ((), ())
@@ -648,10 +663,10 @@ def test_the_error_of_find_names_where_it_searched():
     assert (elsewhere.value.inside, elsewhere.value.registered) == (("name of a",), ("Plain",))
     lifecycle.end(None)
 
-    def asks(topology, registered):
+    def find_target(topology, registered):
         lifecycle.find(target._stagecrew)
 
-    hooks.open = asks
+    hooks.open = find_target
     with pytest.raises(
         LookupError, match=r"it is not open yet: listeners open in the order in which they are registered"
     ):
@@ -695,8 +710,11 @@ def cell(text: str) -> Any:
     return names["listeners"]
 
 
-def by(what: str) -> Any:
-    """How a task's function refers to a listener: by a pickled copy, or by the reference in a pickled function."""
+def pickled_as(what: str) -> Any:
+    """Returns a function that pickles and loads a listener's identity, complete ("copy") or as a "reference".
+
+    A function that is sent to a task contains a reference.
+    """
     return {
         "copy": lambda listener: pickle.loads(pickle.dumps(listener._stagecrew)),
         "reference": lambda listener: pickle.loads(pickle.dumps(listener._stagecrew.reference())),
@@ -715,15 +733,16 @@ def by(what: str) -> Any:
     ],
 )
 def test_a_notebook_cell_run_again_with_other_code(how, old, new):
-    """`get` of the new listener does not return the old value: the error says that the cell was run again."""
+    """After a cell was run again with different code, `find` of a changed listener does not return the old value. The
+    error says that the cell was run again."""
     before, after = cell(CELL), cell(CELL.replace(old, new))
     registered = topology("a", *before)
     travelled = Described(
         registered.id,
         registered.name,
-        tuple(dataclasses.replace(one, identity=by("copy")(one.listener)) for one in registered.listeners),
+        tuple(dataclasses.replace(one, identity=pickled_as("copy")(one.listener)) for one in registered.listeners),
     )
-    lifecycle, hooks = machine(travelled)
+    lifecycle, hooks = new_lifecycle(travelled)
     hooks.open = lambda topology, registered: registered.listener.open(None)
     lifecycle.begin(["a"], "task")
     changed = [one for one, two in zip(after, before, strict=True) if one._stagecrew.redefines(two._stagecrew)]
@@ -731,37 +750,42 @@ def test_a_notebook_cell_run_again_with_other_code(how, old, new):
     for listener in after:
         if listener in changed:
             with pytest.raises(NotRegisteredError) as redefined:
-                lifecycle.find(by(how)(listener))
+                lifecycle.find(pickled_as(how)(listener))
             assert "was run again with different code" in redefined.value.reason
             assert "crew.close_all()" in redefined.value.reason
         else:
-            lifecycle.find(by(how)(listener))
+            lifecycle.find(pickled_as(how)(listener))
     for listener in before:
-        lifecycle.find(by(how)(listener))  # the open listener is found, whatever is defined later
+        lifecycle.find(pickled_as(how)(listener))  # the open listener is found, whatever is defined later
 
 
 def test_a_notebook_cell_run_again_unchanged():
-    """The position of the code, comments and the cell's name make no difference."""
+    """After a cell was run again, its listeners are found if only the code's position, its comments or the cell's name
+    changed."""
     before, after = cell(CELL), cell("\n# a comment\n" + CELL.replace("    yield", "    # another\n    yield"))
     for one, two in zip(before, after, strict=True):
         assert not one._stagecrew.redefines(two._stagecrew)
-    lifecycle, _ = machine(topology("a", *before))
+    lifecycle, _ = new_lifecycle(topology("a", *before))
     lifecycle.begin(["a"], "task")
     for listener in after:
-        lifecycle.find(by("reference")(listener))
+        lifecycle.find(pickled_as("reference")(listener))
 
 
 def test_an_outer_topology_with_the_requested_definition():
-    """`get` returns the value of the outer topology, although an inner one has an earlier definition."""
+    """`find` returns the value of an outer topology with the requested definition, even if an inner topology has an
+    earlier definition."""
     before, after, again = (cell(CELL.replace("size=1", f"size={size}"))[0] for size in (1, 2, 2))
-    lifecycle, hooks = machine(topology("a", after), topology("b", before))
+    lifecycle, hooks = new_lifecycle(topology("a", after), topology("b", before))
     hooks.open = lambda topology, registered: registered.listener.open(None)
     lifecycle.begin(["a", "b"], "task")
-    assert lifecycle.find(by("reference")(again)) == "a"
+    assert lifecycle.find(pickled_as("reference")(again)) == "a"
 
 
 def test_a_copy_from_another_process():
-    """The copy cannot be compared with the open listener of that name; the error says so instead of "missing"."""
+    """A copy that another process made cannot be compared with the open listener of that name, and the error says so.
+
+    A listener with other arguments is not registered, and the error gives no such reason.
+    """
     made = cell(CELL)[0]
     code = "import pickle, sys; sys.stdout.buffer.write(pickle.dumps(made._stagecrew.reference()))"
     script = f"import sys\n{CELL}\nmade = listeners[0]\n{code}"
@@ -769,26 +793,26 @@ def test_a_copy_from_another_process():
     foreign = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, check=True, env=environment, timeout=60
     ).stdout
-    lifecycle, _ = machine(topology("a", made))
+    lifecycle, _ = new_lifecycle(topology("a", made))
     lifecycle.begin(["a"], "task")
     with pytest.raises(NotRegisteredError) as copied:
         lifecycle.find(pickle.loads(foreign))
     assert "a pickled copy of it that another process made" in copied.value.reason
     with pytest.raises(NotRegisteredError) as other:
-        lifecycle.find(by("reference")(type(made)(made._factory, (), {"size": 7})))
+        lifecycle.find(pickled_as("reference")(type(made)(made._factory, (), {"size": 7})))
     assert (other.value.registered, other.value.reason) == (("Resource",), "")
 
 
 def test_a_listener_finds_listeners_that_opened_earlier():
-    """`get` in an `open` finds listeners that were registered earlier."""
+    """`find` in an `open` finds listeners that were registered earlier."""
     first, second = Plain("first"), Plain("second")
-    lifecycle, hooks = machine(topology("a", first, second))
+    lifecycle, hooks = new_lifecycle(topology("a", first, second))
     found = []
 
-    def opens(topology, registered):
+    def open_hook(topology, registered):
         if registered.listener is second:
             found.append(lifecycle.find(first._stagecrew))
 
-    hooks.open = opens
+    hooks.open = open_hook
     lifecycle.begin(["a"], "task")
     assert found == [first]

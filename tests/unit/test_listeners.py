@@ -1,4 +1,4 @@
-"""Listeners by themselves: their identity, how they are pickled, and the errors of `get` outside a task."""
+"""Listeners without a worker: their identity, how they are pickled, and the errors of `get` outside a task."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECRET = "a-password-in-an-argument"
 
 
 class Pool(Listener):
-    """Keeps its argument."""
+    """Keeps its arguments."""
 
     def __init__(self, dsn: str, *, size: int = 1) -> None:
         self.dsn, self.size = dsn, size
@@ -46,21 +46,21 @@ def pool(context, dsn, *, size=1):
 
 
 def is_same(one: Listener, other: Listener) -> bool:
-    """Returns whether both are the same listener, and asserts that the comparison is symmetric."""
+    """Returns whether both objects are the same listener, and asserts that the comparison is symmetric."""
     result = one._stagecrew.same(other._stagecrew)
     assert other._stagecrew.same(one._stagecrew) == result
     return result
 
 
 def pickled_and_loaded(listener: Any) -> Any:
-    """Returns the listener as it arrives with its registration."""
+    """Returns the listener as it arrives in a worker when it is registered: pickled with its arguments."""
     with registering():
         return pickle.loads(cloudpickle.dumps(listener))
 
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Returns a function that imports a module again from its source, as a worker does."""
+    """Returns a function that imports a module from its source each time it is called, as a new worker does."""
     source = """
         import stagecrew
 
@@ -90,7 +90,8 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("listener", [Pool(SECRET), pool(SECRET)])
 def test_a_pickled_copy_is_the_same(listener):
-    """Pickled once or several times, complete or as a reference in a function, or copied with `copy`."""
+    """A listener is the same after it was pickled once or twice, completely or as a reference in a function, or copied
+    with `copy`."""
     once = pickled_and_loaded(listener)
     assert once is not listener
     assert is_same(once, listener)
@@ -100,7 +101,7 @@ def test_a_pickled_copy_is_the_same(listener):
 
 
 def test_a_module_imported_again_creates_the_same_listeners(module):
-    """Equal names and arguments give the same listener, though the objects and classes differ."""
+    """Listeners with equal names and arguments are the same, although the objects and classes of two imports differ."""
     first_import, second_import = module(), module()
     assert first_import.by_class is not second_import.by_class
     assert is_same(first_import.by_class, second_import.by_class)
@@ -110,7 +111,7 @@ def test_a_module_imported_again_creates_the_same_listeners(module):
 
 
 def test_listeners_of_one_factory_differ_by_arguments():
-    """By position and by name. A default value need not be written."""
+    """Listeners of one factory are the same only if their arguments are equal, given by position or by name."""
     assert is_same(pool("a"), pool("a"))
     assert not is_same(pool("a"), pool("b"))
     assert not is_same(pool("a", size=2), pool("a", size=3))
@@ -119,13 +120,14 @@ def test_listeners_of_one_factory_differ_by_arguments():
 
 
 def test_equal_arguments_that_pickle_differently_are_the_same():
-    """Arguments are compared by equality and not by bytes: dicts in another order, or a number as float."""
+    """Arguments are compared by equality, not by their pickled bytes, so the order of a dict does not matter, and 1
+    equals 1.0."""
     assert is_same(pool({"a": 1, "b": 2}), pool({"b": 2, "a": 1}))
     assert is_same(pool(1), pool(1.0))
 
 
 def test_arguments_that_cannot_be_compared_are_never_equal():
-    """If arguments cannot be pickled or compared, a listener equals only itself. The comparison raises nothing."""
+    """A listener whose arguments cannot be pickled or compared equals only itself. The comparison does not raise."""
 
     class Incomparable:
         def __eq__(self, other):
@@ -141,7 +143,7 @@ def test_arguments_that_cannot_be_compared_are_never_equal():
 
 
 def test_a_notebook_cell_that_runs_again():
-    """A function of the old cell finds the listener of the new one, and vice versa: name and arguments are equal."""
+    """Listeners of two runs of a notebook cell are the same, because their names and arguments are equal."""
     cell = "@resource\ndef cell_pool(context, dsn):\n    yield dsn\nlistener = cell_pool('a')\n"
     runs = []
     for _ in range(2):
@@ -152,7 +154,8 @@ def test_a_notebook_cell_that_runs_again():
 
 
 def test_a_reference_is_identified_without_arguments():
-    """A reference has no arguments. It does not match a listener with others, and matches a cell that was run again."""
+    """A reference, which contains no arguments, matches listeners with the same arguments, for example from a cell that
+    was run again, and does not match a listener with other arguments."""
     one, again, other = pool("a"), pool("a"), pool("b")
     one._stagecrew.note_registration("topology 'enrich'", "enrich-1")
     bare = one._stagecrew.reference()
@@ -188,10 +191,10 @@ with resolving(lifecycle.find):
 
 
 def test_configured_listeners_are_found_from_another_process(tmp_path, monkeypatch):
-    """A function that is pickled by value finds each listener by module and name.
+    """A function that is pickled by value finds each configured listener by its module and name.
 
-    The listeners come from one factory with equal arguments, have arguments that differ on the worker, are an attribute
-    of a class, or come from a factory without arguments.
+    This holds for two listeners with equal arguments, a listener whose arguments differ in the worker, an attribute of
+    a class, and a factory that is called without arguments.
     """
     (tmp_path / "configured_pools.py").write_text(
         "import os, stagecrew\n"
@@ -235,7 +238,8 @@ def test_configured_listeners_are_found_from_another_process(tmp_path, monkeypat
 
 
 def test_the_places_of_registration_stay_short():
-    """Only the last few places are kept, each once: they travel with each task's function."""
+    """A listener keeps only its last five places of registration, each once, because they are sent with each task's
+    function."""
     one = pool("a")
     for i in (*range(50), 49, 48):
         one._stagecrew.note_registration(f"topology 'run {i}'", f"run-{i}")
@@ -243,7 +247,7 @@ def test_the_places_of_registration_stay_short():
 
 
 def test_identities_of_different_factories_differ():
-    """Equal arguments do not make two classes equal."""
+    """Listeners of different classes differ even if their arguments are equal."""
     assert not Identity("m:A", (1,), {}).same(Identity("m:B", (1,), {}))
 
 
@@ -251,7 +255,8 @@ def test_identities_of_different_factories_differ():
 
 
 def test_a_resource_in_a_function_is_pickled_without_arguments():
-    """The bytes contain no secret, and the result has a `get` but cannot be opened."""
+    """A resource in a function is pickled without its arguments, so the bytes contain no secret. The loaded resource
+    cannot be opened."""
     orders = pool(SECRET, size=7)
 
     def work(batches):
@@ -268,7 +273,7 @@ def test_a_resource_in_a_function_is_pickled_without_arguments():
 
 
 def test_a_resource_is_registered_with_its_arguments():
-    """With its arguments, scope, lifetime and name. Its copy can be opened."""
+    """A registered resource is pickled with its arguments, scope, lifetime and name, and its copy can be opened."""
     made = resource(scope=Scope.EXECUTOR, lifetime=Lifetime.EXECUTION, required=False, name="orders")(pool.function)(
         SECRET
     )
@@ -282,7 +287,8 @@ def test_a_resource_is_registered_with_its_arguments():
 
 
 def test_registering_is_limited_to_its_block_and_thread():
-    """While one thread registers, functions of other threads travel without arguments; so do its own afterwards."""
+    """While one thread registers, functions that other threads pickle contain no arguments. The same is true of the
+    thread's own functions afterwards."""
     orders, inside, done, seen = pool(SECRET), threading.Event(), threading.Event(), []
 
     def other():
@@ -309,7 +315,7 @@ def test_registering_is_limited_to_its_block_and_thread():
 
 
 class WithState(Listener):
-    """Leaves out attributes that cannot be pickled, and all of stagecrew's attributes."""
+    """Its `__getstate__` leaves out a lock, which cannot be pickled, and all attributes of stagecrew."""
 
     def __init__(self, dsn: str) -> None:
         self.dsn, self.lock = dsn, threading.Lock()
@@ -322,7 +328,7 @@ class WithState(Listener):
 
 
 class WithReduce(Listener):
-    """Defines how it is rebuilt."""
+    """Defines `__reduce__`."""
 
     def __init__(self, dsn: str) -> None:
         self.dsn = dsn
@@ -332,7 +338,7 @@ class WithReduce(Listener):
 
 
 class WithSlots(Listener):
-    """Has slots and its base's dictionary."""
+    """Has slots, and inherits a `__dict__`."""
 
     __slots__ = ("dsn",)
 
@@ -342,7 +348,7 @@ class WithSlots(Listener):
 
 @dataclasses.dataclass
 class AsDataclass(Listener):
-    """Compared by its fields."""
+    """A dataclass, which is compared by its fields."""
 
     dsn: str
 
@@ -356,13 +362,13 @@ class Frozen(Listener):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrozenSlots(Listener):
-    """Frozen and with slots: the decorator creates the class again."""
+    """A frozen dataclass with slots, for which the decorator creates a second class."""
 
     dsn: str
 
 
 class KeywordOnly(Listener):
-    """Takes keyword-only arguments, in `__new__` too."""
+    """Takes keyword-only arguments, also in `__new__`."""
 
     def __new__(cls, *, dsn):
         return super().__new__(cls, dsn=dsn)
@@ -389,7 +395,7 @@ class KeywordOnly(Listener):
     ids=lambda one: type(one).__name__,
 )
 def test_all_kinds_of_listeners_can_be_pickled(made):
-    """Listeners keep their data and identity with every pickle protocol, however their class is pickled."""
+    """Listeners keep their data and identity with every pickle protocol, however their class defines pickling."""
     made._stagecrew.topologies.append("topology 'enrich'")
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         arrived = pickle.loads(pickle.dumps(made, protocol))
@@ -410,7 +416,7 @@ def test_a_class_of_main_can_be_pickled():
 
 
 def test_a_resource_inside_a_listener_is_registered_with_its_arguments():
-    """A listener's parts are pickled with it when it is registered, and not when it is in a function."""
+    """A resource that is an attribute of a registered listener is pickled with its arguments, and can be opened."""
     made = Pool(SECRET)
     made.inner = pool("inner-" + SECRET)
     arrived = pickled_and_loaded(made)
@@ -422,7 +428,7 @@ def test_a_resource_inside_a_listener_is_registered_with_its_arguments():
 
 
 def test_resource_with_and_without_arguments():
-    """With and without arguments, the decorator returns a factory that looks like the function."""
+    """The decorator, with and without arguments, returns a factory with the function's name and docstring."""
     assert pool.__name__ == "pool"
     assert pool.__doc__ == "Yields its argument."
     assert pool("a").scope is Scope.WORKER
@@ -439,9 +445,9 @@ def test_resource_with_and_without_arguments():
 
 
 def test_a_resource_opens_and_closes_its_generator():
-    """`open` runs it up to its `yield`, `close` runs the rest.
+    """`open` runs the generator up to its `yield`, and `close` runs the rest.
 
-    It can be opened again, and a second close does nothing.
+    A closed resource can be opened again. A second `close` does nothing.
     """
     events = []
 
@@ -461,9 +467,9 @@ def test_a_resource_opens_and_closes_its_generator():
 
 
 def test_a_resource_whose_generator_raises():
-    """An exception before the `yield` is raised by `open`, and `close` does nothing.
+    """`open` raises an exception from before the `yield`, and `close` raises one from after it.
 
-    One after it is raised by `close`.
+    After a failed `open`, `close` does nothing.
     """
 
     @resource
@@ -492,7 +498,7 @@ def test_a_resource_whose_generator_raises():
 
 @pytest.mark.parametrize(("yields", "text"), [(0, "generator didn't yield"), (2, "generator didn't stop")])
 def test_a_resource_that_does_not_yield_once(yields, text):
-    """`open` or `close` raises an error, instead of returning a wrong value."""
+    """If the generator does not yield, `open` raises an error. If it yields more than once, `close` does."""
 
     @resource
     def wrong(context):
@@ -508,12 +514,12 @@ def test_a_resource_that_does_not_yield_once(yields, text):
 
 
 def test_get_outside_of_a_task():
-    """The error names the listener, the cause and the remedy."""
+    """The error of `get` outside of a task names the listener, the cause and the remedy."""
     with pytest.raises(ResourceNotOpen) as never:
         pool("a").get()
     assert str(never.value) == (
-        "listener 'pool' is not open here: get() was called outside of a task, and listeners are only open in tasks. Call it in "
-        "a function that a task runs. A function for foreachBatch runs on the driver. In a test, use "
+        "listener 'pool' is not open here: get() was called outside of a task, and listeners are only open in tasks. "
+        "Call it in a function that a task runs. A function for foreachBatch runs on the driver. In a test, use "
         "`with stagecrew.testing.opened(pool, value=...)`."
     )
 
@@ -528,9 +534,18 @@ INNER = NotRegisteredError(["inner", "outer", "application"], ["orders", "planes
     ("registrations", "task", "missing", "cause", "remedy"),
     [
         ([], TaskOf(), None, "this task belongs to no topology.", "Run the action inside `with crew.topology("),
-        ([], TaskOf(), NotRegisteredError(["application"], ["a"]), "belongs to no topology (it has: 'a')", "configure(builder"),
-        ([], TaskOf(closed=("my-run-2",)), None, "was in topology 'my-run', which has closed", "topology.keep(dataset)"),
-        ([], TaskOf("t-1"), INNER, "this task runs in topology 'inner' inside 'outer', which does not have it", "topology('inner',"),
+        (
+            [], TaskOf(), NotRegisteredError(["application"], ["a"]),
+            "belongs to no topology (it has: 'a')", "configure(builder",
+        ),
+        (
+            [], TaskOf(closed=("my-run-2",)), None,
+            "was in topology 'my-run', which has closed", "topology.keep(dataset)",
+        ),
+        (
+            [], TaskOf("t-1"), INNER,
+            "this task runs in topology 'inner' inside 'outer', which does not have it", "topology('inner',",
+        ),
         ([], TaskOf("t-1"), INNER, "(it has: 'orders', 'planes')", "listeners=[pool]"),
         ([ENRICH], TaskOf("t-1"), INNER, "it was registered for topology 'enrich'", "Register it there"),
         ([ENRICH], TaskOf(), None, THREAD, "topology.wrap(f)"),
@@ -547,9 +562,8 @@ INNER = NotRegisteredError(["inner", "outer", "application"], ["orders", "planes
     ],
 )  # fmt: skip
 def test_each_cause_has_its_own_message(registrations, task, missing, cause, remedy):
-    """Not registered in the task's topology, no topology, a thread without `wrap`, a closed topology, another
-    definition.
-    """
+    """Each cause has its own message: the listener is not registered in the task's topology, the task has no topology,
+    a thread was not wrapped, the topology has closed, or the listener was defined again."""
     text = explain("pool", registrations, task, missing)
     assert text.startswith("listener 'pool' is not open here: ")
     assert cause in text
@@ -559,7 +573,8 @@ def test_each_cause_has_its_own_message(registrations, task, missing, cause, rem
 
 
 def test_get_asks_the_innermost_resolver_first():
-    """If it finds nothing it asks the outer resolvers, and then reports the reason of the innermost one."""
+    """`get` asks the innermost resolver first, and then the outer ones. If none finds the listener, the error contains
+    the innermost resolver's reason."""
     orders = pool("a")
 
     def refuses(text):
@@ -582,7 +597,7 @@ def test_get_asks_the_innermost_resolver_first():
 
 
 def test_get_works_in_every_thread():
-    """A thread that a task started gets the same resources. After the task it gets the error."""
+    """`get` works in a thread that a task started, and raises an error in any thread after the task."""
     orders, results = pool("a"), []
 
     def ask():
@@ -611,7 +626,8 @@ def record_of(message: str) -> logging.LogRecord:
 
 
 def test_logging_context_sets_and_restores():
-    """Records in a task have its attributes and others do not, also after an exception and in nested contexts."""
+    """Log records in a task have the task's attributes, and later records do not, also after an exception. A nested
+    context restores the outer one."""
     task = Task("app", "enrich", "enrich-1", "3", 4, 0, 5, 67, 0)
     before = logging.getLogRecordFactory()
     with pytest.raises(ZeroDivisionError), LoggingContext().decorate(task):
@@ -629,7 +645,7 @@ def test_logging_context_sets_and_restores():
 
 
 class OwnLogger(logging.Logger):
-    """Creates its records in its own way."""
+    """A logger that overrides `makeRecord`."""
 
     def makeRecord(self, *args, **kwargs):
         return super().makeRecord(*args, **kwargs)
@@ -637,7 +653,8 @@ class OwnLogger(logging.Logger):
 
 @pytest.mark.parametrize("kind", [logging.Logger, OwnLogger])
 def test_extra_takes_precedence_over_the_context(kind):
-    """`extra` does not raise, in nested contexts too, even if other code has set record factories between them."""
+    """A log call with `extra` does not raise, and its fields take precedence over the task's, even in nested contexts
+    between which other code has set a record factory."""
     task = Task("app", "enrich", "enrich-1", "3", 4, 0, 5, 67, 0)
     before, found = logging.getLogRecordFactory(), []
     logger = kind("mine")
@@ -664,7 +681,7 @@ def test_extra_takes_precedence_over_the_context(kind):
 
 
 def test_only_an_overridden_decorate_is_a_decoration():
-    """The base's `decorate` does not count as a decoration, and still can be entered."""
+    """The base class's `decorate` does not count as a decoration, but can be entered nevertheless."""
     assert decorates(LoggingContext())
     assert not decorates(Pool("a"))
     assert not decorates(pool("a"))
@@ -677,14 +694,14 @@ def test_only_an_overridden_decorate_is_a_decoration():
 
 
 def test_repr_of_a_context_hides_the_configuration():
-    """The configuration may contain secrets, so it is not in `repr`."""
+    """The configuration, which can contain secrets, is not in a context's `repr`."""
     context = dataclasses.replace(CONTEXT, configuration={"spark.key": SECRET})
     assert SECRET not in repr(context)
     assert SECRET not in str(context)
 
 
 def test_repr_of_a_resource_hides_its_arguments():
-    """Neither `repr` nor an error of `get` contains the arguments."""
+    """Neither a resource's `repr` nor an error raised by `get` contains its arguments."""
     orders = pool(SECRET)
     assert SECRET not in f"{orders!r} {orders}"
     with pytest.raises(ResourceNotOpen) as raised:

@@ -1,4 +1,4 @@
-"""Log records name the place that they come from."""
+"""Log records name the topology, operator and evaluation that they come from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stagecrew.observability import logs
 from stagecrew.observability.logs import FIELDS, set_current_coordinator, set_current_evaluation
 from stagecrew.testing import CoordinatorHarness
 
-ONE = Evaluation(
+EVALUATION = Evaluation(
     id=1,
     operator="o",
     subtask=3,
@@ -31,15 +31,15 @@ ONE = Evaluation(
 )
 
 
-def record() -> dict[str, object]:
-    """Returns the place that a new record names."""
+def fields_of_new_record() -> dict[str, object]:
+    """Returns the fields that name the origin of a new record."""
     made = logging.getLogRecordFactory()("x", logging.INFO, "f", 1, "hello", (), None)
     return {name: made.__dict__[name] for name in FIELDS if name in made.__dict__}
 
 
 @pytest.fixture
 def factory(monkeypatch):
-    """Restores the record factory afterwards: coordinator threads set their own."""
+    """Restores the record factory afterwards, because coordinator threads replace it."""
     before = logging.getLogRecordFactory()
     monkeypatch.setattr(logs, "_installed", False)
     yield
@@ -48,23 +48,24 @@ def factory(monkeypatch):
 
 @pytest.mark.usefixtures("factory")
 def test_records_of_a_coordinator_name_operator_and_evaluation():
-    """Only on its own thread, and with an evaluation only while it handles a message of that evaluation."""
+    """Records of a coordinator's thread name its operator, and while it handles a message also the evaluation. Records
+    of other threads name neither."""
     found, done = [], threading.Event()
     loop = Loop("o", lambda error: None, lambda: None, topology="t")
-    for evaluation in (None, ONE, None):
+    for evaluation in (None, EVALUATION, None):
         loop.call(set_current_evaluation, evaluation)
-        loop.call(lambda: found.append(record()))
+        loop.call(lambda: found.append(fields_of_new_record()))
     loop.call(done.set)
     assert done.wait(10)
     assert loop.end(10)
     place = {"topology": "t", "operator": "o"}
     assert found == [place, place | {"subtask": 3, "stage": 4, "partition": 5, "attempt": 77}, place]
-    assert record() == {}
+    assert fields_of_new_record() == {}
 
 
 @pytest.mark.usefixtures("factory")
 def test_extra_of_a_coordinator_takes_precedence(monkeypatch):
-    """A field with the name of an attribute does not make a log call raise."""
+    """Fields in `extra` replace stagecrew's fields of the same names, and the log call does not raise."""
     found, done = [], threading.Event()
     logger = logging.getLogger("of-a-coordinator")
     monkeypatch.setattr(logger, "handle", found.append)
@@ -76,7 +77,7 @@ def test_extra_of_a_coordinator_takes_precedence(monkeypatch):
         logger.warning("x")
 
     loop = Loop("o", found.append, lambda: None, topology="t")
-    loop.call(set_current_evaluation, ONE)
+    loop.call(set_current_evaluation, EVALUATION)
     loop.call(logs_all)
     loop.call(done.set)
     assert done.wait(10)
@@ -94,21 +95,21 @@ def test_records_of_progress_name_no_evaluation():
     """A record of `progress` names no evaluation, even directly after a message of an evaluation."""
     found: list[object] = []
 
-    class Says(Coordinator):
+    class RecordsSubtasks(Coordinator):
         def handle_event(self, evaluation, event):
-            found.append(record().get("subtask"))
+            found.append(fields_of_new_record().get("subtask"))
 
         def progress(self):
-            found.append(record().get("subtask"))
+            found.append(fields_of_new_record().get("subtask"))
             return {}
 
         def waits_for(self):
-            found.append(record().get("subtask"))
+            found.append(fields_of_new_record().get("subtask"))
             return ""
 
     def in_thread():
         set_current_coordinator("t", "o")
-        with CoordinatorHarness(Says) as harness:
+        with CoordinatorHarness(RecordsSubtasks) as harness:
             harness._host.statistics()
             harness.run()
             found.clear()
@@ -116,7 +117,7 @@ def test_records_of_progress_name_no_evaluation():
             harness._host.statistics()
             harness.run()
 
-    thread = threading.Thread(target=in_thread)  # a coordinator's factory from then on
+    thread = threading.Thread(target=in_thread)  # from then on, the record factory is a coordinator's
     thread.start()
     thread.join(30)
     assert found[:3] == [3, None, None]
@@ -124,7 +125,8 @@ def test_records_of_progress_name_no_evaluation():
 
 
 def test_a_structured_record_has_context_and_given_fields():
-    """One line of JSON. Given fields take precedence over those of stagecrew."""
+    """A structured record is one line of JSON. The fields of a log call replace stagecrew's fields of the same
+    names."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     logger = PySparkLogger("structured")
@@ -149,7 +151,7 @@ def test_a_structured_record_has_context_and_given_fields():
 
 
 def test_a_record_with_another_kind_of_context_is_written():
-    """A library's `context` that is not a mapping stays as it is. The record is written, with stagecrew's fields."""
+    """A record whose `context` is not a mapping is written nevertheless, with stagecrew's fields as its context."""
     for given in ("text", 7, ["a"], b"x", None):
         record = logging.makeLogRecord({"msg": "three rows", "context": given, "topology": "nightly"})
         found = json.loads(StructuredFormatter().format(record))

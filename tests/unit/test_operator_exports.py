@@ -28,13 +28,13 @@ def test_each_public_name_can_be_imported_and_has_a_docstring(name):
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_an_unknown_name_is_an_attribute_error(name):
-    """It is the error of any module."""
+    """An unknown name raises the same AttributeError as that of any module."""
     with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nonsense'"):
         importlib.import_module(name).nonsense  # noqa: B018
 
 
 def test_the_root_has_the_same_objects():
-    """A name that the root and the package both have is one object."""
+    """A name that both the root and `stagecrew.operators` export is the same object."""
     both = set(stagecrew.__all__) & set(stagecrew.operators.__all__)
     assert both == {"read_committed"}
     for name in both:
@@ -42,7 +42,7 @@ def test_the_root_has_the_same_objects():
 
 
 def test_importing_the_packages_is_light():
-    """The packages load neither PySpark nor pyarrow before a name is used."""
+    """Importing the packages loads neither PySpark nor pyarrow nor another heavy library."""
     code = (
         f"import json, sys, {', '.join(PACKAGES)}\n"
         "print(json.dumps(sorted({'pyspark', 'py4j', 'pyarrow', 'numpy', 'pandas'} & set(sys.modules))))"

@@ -1,4 +1,4 @@
-"""The operators of a topology on their real threads without Spark: the connection to executors drops all frames."""
+"""The operators of a topology on real threads, without Spark. The connection to executors drops all frames."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from support.operator_fakes import DroppingWire
 from support.waiting import eventually
 
 
-class Scope:
-    """A topology that records its failures."""
+class RecordingTopology:
+    """A fake topology that records why it was cancelled."""
 
     name = id = "t"
     is_active = True
@@ -26,14 +26,14 @@ class Scope:
         self.cancelled = []
 
     def streaming_query(self):
-        """No query runs."""
+        """Returns None, because no query is running."""
 
     def cancel_failed(self, cause):
         self.cancelled.append(cause)
 
 
-class Sending(stagecrew.Coordinator):
-    """Records the gateways of live evaluations."""
+class RecordsGateways(stagecrew.Coordinator):
+    """Records the gateway of each evaluation."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -47,18 +47,27 @@ class Sending(stagecrew.Coordinator):
 
 
 def create_operators(factory):
-    """Creates operators with one binding, and the binding's host."""
-    scope = Scope()
-    operators = Operators(scope, lambda: 5.0)
+    """Creates operators with one binding. Returns the topology, the operators, the host and the binding's id."""
+    topology = RecordingTopology()
+    operators = Operators(topology, lambda: 5.0)
     host = Host(DroppingWire(), 1 << 20, 30.0)
     operators.name_operator("o")
-    return scope, operators, host, operators.add("o", factory, host)
+    return topology, operators, host, operators.add("o", factory, host)
+
+
+def ready_frame(evaluation, binding):
+    """A frame that begins an evaluation of subtask 0."""
+    return encode(
+        "READY", evaluation=evaluation, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0,
+        stage_attempt=0, partitions=1,
+    )  # fmt: skip
 
 
 def test_send_and_fail_during_a_reset(monkeypatch):
-    """1,000 resets, each with a thread that sends and fails at the same time.
+    """A coordinator can send and call `fail` in another thread while it is reset.
 
-    The topology fails once, from that call, or not at all if the reset was first. Nothing hangs, and every thread ends.
+    The topology fails at most once, because of that call. It does not fail if the reset was first. Nothing hangs, and
+    every thread ends. The test does 1,000 such resets.
     """
     monkeypatch.setattr(pool, "_IDLE", 0.05)
     before = set(threading.enumerate())
@@ -67,15 +76,15 @@ def test_send_and_fail_during_a_reset(monkeypatch):
         coordinators = []
 
         def factory(context, coordinators=coordinators):
-            coordinators.append(Sending(context))
+            coordinators.append(RecordsGateways(context))
             return coordinators[-1]
 
-        scope, operators, host, binding = create_operators(factory)
-        host.received("1", encode("READY", evaluation=number, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0, stage_attempt=0, partitions=1))  # fmt: skip
+        topology, operators, host, binding = create_operators(factory)
+        host.received("1", ready_frame(number, binding))
         cause = KeyError(number)
         begin = threading.Barrier(2)
 
-        def foreign(begin=begin, coordinators=coordinators, cause=cause):
+        def send_and_fail(begin=begin, coordinators=coordinators, cause=cause):
             begin.wait(10)
             for gateway in coordinators[0].gateways:
                 gateway.send("x")
@@ -83,14 +92,14 @@ def test_send_and_fail_during_a_reset(monkeypatch):
             for gateway in coordinators[0].gateways:
                 gateway.send("y")
 
-        thread = threading.Thread(target=foreign)
+        thread = threading.Thread(target=send_and_fail)
         thread.start()
         begin.wait(10)
         with contextlib.suppress(stagecrew.errors.CoordinatorFailed):
             operators.reset(None)
         thread.join(10)
         assert not thread.is_alive()
-        assert scope.cancelled == ([cause] if operators.cause is not None else [])
+        assert topology.cancelled == ([cause] if operators.cause is not None else [])
         assert operators.cause in (None, cause)
         failed += operators.cause is not None
         operators.close("the topology has ended")
@@ -100,14 +109,14 @@ def test_send_and_fail_during_a_reset(monkeypatch):
 
 
 def test_a_blocking_close_in_a_reset(caplog):
-    """The next coordinator begins when the previous one has closed, or after the close timeout.
+    """If a coordinator's `close` blocks during a reset, the next coordinator begins after the close timeout.
 
-    The log names the operator.
+    A warning names the operator.
     """
     go, begun = threading.Event(), [threading.Event(), threading.Event()]
     instances = []
 
-    class Blocking(Sending):
+    class Blocking(RecordsGateways):
         def start(self):
             instances.append(self)
             begun[len(instances) - 1].set()
@@ -115,8 +124,8 @@ def test_a_blocking_close_in_a_reset(caplog):
         def close(self):
             go.wait(30)
 
-    scope = Scope()
-    operators = Operators(scope, lambda: 0.2)
+    topology = RecordingTopology()
+    operators = Operators(topology, lambda: 0.2)
     host = Host(DroppingWire(), 1 << 20, 30.0)
     operators.add("o", Blocking, host)
     assert begun[0].wait(10)
@@ -124,22 +133,23 @@ def test_a_blocking_close_in_a_reset(caplog):
     try:
         assert begun[1].wait(10)
         assert "the coordinator of operator 'o' did not close within 0.2 s" in caplog.text
-        assert not scope.cancelled
+        assert not topology.cancelled
     finally:
         go.set()
         operators.close("the topology has ended")
 
 
 def test_an_exit_during_a_blocking_callback(caplog):
-    """The exit is bounded. Its error names the operator whose coordinator still handles an earlier call."""
+    """If a coordinator's callback blocks, the exit of its topology ends after the close timeout, and a warning names
+    the operator."""
     go = threading.Event()
 
-    class Blocking(Sending):
+    class Blocking(RecordsGateways):
         def handle_event(self, evaluation, event):
             go.wait(30)
 
     _, operators, host, binding = create_operators(Blocking)
-    host.received("1", encode("READY", evaluation=1, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0, stage_attempt=0, partitions=1))  # fmt: skip
+    host.received("1", ready_frame(1, binding))
     host.received("1", encode("EVENTS", evaluation=1, first=1, payloads=[b"\0x"]))
     operators._close_timeout = lambda: 0.2
     try:
@@ -150,15 +160,18 @@ def test_an_exit_during_a_blocking_callback(caplog):
 
 
 def test_prepared_coordinators_are_in_a_checkpoint():
-    """A checkpoint has the states of coordinators from the session builder, even if no dataset is bound to them."""
-    operators = Operators(Scope(), lambda: 5.0)
+    """A checkpoint contains the states of coordinators from the session builder, even if no dataset is bound to them.
+
+    A checkpoint id that is not newer than the last one is refused.
+    """
+    operators = Operators(RecordingTopology(), lambda: 5.0)
     host = Host(DroppingWire(), 1 << 20, 30.0)
 
-    class Keeping(Sending):
+    class Stateful(RecordsGateways):
         def checkpoint(self, checkpoint_id):
             return b"state"
 
-    operators.prepare("o", Keeping)
+    operators.prepare("o", Stateful)
     operators.begin(host)
     assert operators.checkpoint(None, 10).states == {"o/unused": b"state"}
     operators.close("the session stops")
@@ -167,17 +180,18 @@ def test_prepared_coordinators_are_in_a_checkpoint():
 
 
 def test_a_failed_topology_refuses_bindings():
-    """Binding an operator of a failed topology raises the topology's error."""
-    _, operators, host, _ = create_operators(Sending)
+    """Binding an operator of a failed topology raises the topology's error, even if the topology fails during the
+    binding."""
+    _, operators, host, _ = create_operators(RecordsGateways)
     operators.fail(KeyError("k"))
     with pytest.raises(stagecrew.errors.CoordinatorFailed, match="KeyError: 'k'"):
-        operators.add("o", Sending, host)
+        operators.add("o", RecordsGateways, host)
 
     def failing(context):
         operators.fail(KeyError("while it is made"))
-        return Sending(context)
+        return RecordsGateways(context)
 
-    _, operators, host, _ = create_operators(Sending)
+    _, operators, host, _ = create_operators(RecordsGateways)
     with pytest.raises(stagecrew.errors.CoordinatorFailed, match="while it is made"):
         operators.add("o", failing, host)
     operators.close("the topology has ended")

@@ -1,4 +1,4 @@
-"""Python's view of stored partitions, without Spark."""
+"""The Python side of stored partitions, without Spark: release policies, datasets and reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_policy_as_object_or_name(release):
 
 @pytest.mark.parametrize("release", ["", "ALL", "shuffle", None, 3])
 def test_invalid_policies_are_refused(release):
-    """By what it is, and what would be one."""
+    """The error for an invalid policy lists the valid policies."""
     with pytest.raises(
         ConfigurationError, match=r"release=.* is not a release policy; use one of 'shuffles', 'all', 'none'"
     ):
@@ -27,7 +27,7 @@ def test_invalid_policies_are_refused(release):
 
 
 def test_datasets_are_identified_by_their_jvm_objects():
-    """A DataFrame by its `_jdf`, an RDD by its `_jrdd`, and nothing else."""
+    """A DataFrame is identified by its `_jdf` and an RDD by its `_jrdd`. Any other object is refused."""
     assert java_dataset(types.SimpleNamespace(_jdf="frame")) == "frame"
     assert java_dataset(types.SimpleNamespace(_jrdd="rdd")) == "rdd"
     with pytest.raises(TopologyError, match="DataFrames and RDDs, not list"):
@@ -35,11 +35,12 @@ def test_datasets_are_identified_by_their_jvm_objects():
 
 
 def test_a_report_has_the_numbers_of_the_driver():
-    """Each number is the driver's."""
+    """A report contains each number of the driver's response. A number that the response lacks is 0."""
     response = {
-        "inProgress": 1, "outputs": 2, "outputBytes": 3, "blocks": 4, "blockBytes": 5, "released": 6, "releasedBytes": 7,
+        "inProgress": 1, "outputs": 2, "outputBytes": 3, "blocks": 4, "blockBytes": 5, "released": 6,
+        "releasedBytes": 7,
     }  # fmt: skip
-    # from an older driver
+    # the response lacks `releaseFailures`
     assert PartitionReport._from_json("t", "1", response) == PartitionReport("t", "1", 1, 2, 3, 4, 5, 6, 7, 0)
     assert PartitionReport._from_json("t", "1", {**response, "releaseFailures": 8}) == PartitionReport(
         "t", "1", 1, 2, 3, 4, 5, 6, 7, 8

@@ -1,4 +1,4 @@
-"""The thread pool of all coordinators: call order, growth when calls block, and no threads when there is no work."""
+"""The thread pool that coordinators share: call order, growth when calls block, and no threads without work."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def threads_of(name):
 
 
 def test_each_loop_runs_calls_in_order_one_at_a_time(pool):
-    """20 loops on 2 threads get calls from 5 threads.
+    """Each loop runs one call at a time, and keeps the order in which each thread submitted its calls.
 
-    Each loop keeps the order of each caller, and runs one call at a time.
+    In this test, 5 threads submit calls to 20 loops on 2 threads.
     """
     found = {number: [] for number in range(20)}
     inside = dict.fromkeys(found, 0)
@@ -68,7 +68,8 @@ def test_each_loop_runs_calls_in_order_one_at_a_time(pool):
 
 
 def test_errors_of_calls_are_passed_to_failed(pool):
-    """An error of a call, or of `failed` itself, stops neither the loop nor its thread."""
+    """An error raised by a call is passed to `failed`. Neither this error nor one raised by `failed` stops the loop or
+    its thread."""
     failures, made = [], []
 
     def failed(error):
@@ -84,7 +85,8 @@ def test_errors_of_calls_are_passed_to_failed(pool):
 
 
 def test_ending_a_loop_waits_no_longer_than_the_timeout(pool):
-    """`end` of a blocked loop returns after its timeout. If a call of the loop itself calls `end`, it returns at once."""
+    """`end` of a blocked loop returns after its timeout. If a call of the same loop calls `end`, it returns
+    immediately."""
     go, found = threading.Event(), []
     loop = Loop("o", found.append, lambda: None, pool=pool)
     loop.call(lambda: (found.append(loop.is_current), go.wait(30), found.append(loop.end(30))))
@@ -96,7 +98,7 @@ def test_ending_a_loop_waits_no_longer_than_the_timeout(pool):
 
 
 def test_blocking_tasks_do_not_stop_others(pool):
-    """While 20 tasks never return, later tasks still run."""
+    """Later tasks still run while 20 tasks of the pool are blocked."""
     go, ran = threading.Event(), threading.Event()
     for _ in range(20):
         pool.submit(lambda: go.wait(60))
@@ -108,7 +110,7 @@ def test_blocking_tasks_do_not_stop_others(pool):
 
 
 def test_idle_threads_end(pool, timers, monkeypatch):
-    """1,000 loops share a few threads. An idle pool has no threads and no timers."""
+    """1,000 loops share a few threads, and an idle pool has no threads and no timers."""
     monkeypatch.setattr(pool_module, "_IDLE", 0.05)
     name, earlier_timer_threads = pool._name, set(threads_of("stagecrew-timers"))
     loops = [Loop("o", pytest.fail, lambda: None, pool=pool) for _ in range(1000)]
@@ -128,8 +130,8 @@ def test_idle_threads_end(pool, timers, monkeypatch):
     eventually(lambda: not again.is_set(), 10)
 
 
-class Frames:
-    """A reader that submits a task to the pool for each frame."""
+class FakeReader:
+    """A reader that submits a task to the pool for each frame that it reads."""
 
     def __init__(self, pool):
         self.pool, self.frames = pool, []
@@ -157,18 +159,18 @@ class Frames:
 
 
 def test_the_reading_thread_runs_the_tasks_that_it_read(pool):
-    """An idle thread reads frames, and runs the tasks of these frames itself. Any other new task wakes it."""
-    frames = Frames(pool)
-    pool.set_reader(frames)
+    """The idle thread that reads a frame also runs the frame's task. Any other new task interrupts its reading."""
+    reader = FakeReader(pool)
+    pool.set_reader(reader)
     for number in range(5):
-        frames.arrive()
-        eventually(lambda: len(frames.handlers) > number, 10)  # noqa: B023 (called at once)
-    assert frames.readers == frames.handlers
+        reader.arrive()
+        eventually(lambda: len(reader.handlers) > number, 10)  # noqa: B023 (called at once)
+    assert reader.readers == reader.handlers
     done = threading.Event()
     pool.submit(done.set)
     assert done.wait(10)
-    pool.remove_reader(frames)
-    frames.wake()
+    pool.remove_reader(reader)
+    reader.wake()
 
 
 def test_timers_run_in_order_unless_cancelled(timers):
@@ -184,7 +186,7 @@ def test_timers_run_in_order_unless_cancelled(timers):
 
 
 def test_async_calls_are_bounded_and_dropped_at_close(timers):
-    """Four calls of one coordinator run at a time. Calls that wait when it closes never begin."""
+    """At most four async calls of one coordinator run at a time. Calls that are waiting when it closes never begin."""
     background = AsyncCalls(Pool("async", timers), timers)
     go, begun = threading.Event(), []
     for number in range(10):
@@ -198,7 +200,7 @@ def test_async_calls_are_bounded_and_dropped_at_close(timers):
 
 
 def test_a_hanging_call_does_not_keep_the_process_alive():
-    """A process whose coordinator waits forever in `call_async` ends with its main thread."""
+    """A process with an async call that never returns exits when its main thread ends."""
     code = (
         "import threading\n"
         "from stagecrew.coordination.async_calls import AsyncCalls\n"

@@ -1,4 +1,4 @@
-"""A worker with listeners: its tasks, its idle time, its signals, and the children that user code forks."""
+"""A worker process with listeners: its tasks, its idle time, its signals, and the children that user code forks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stagecrew.wire.frames import Decoder, encode
 from stagecrew.worker import daemon, graceful_shutdown
 from stagecrew.worker import process as worker_process
 
-#: Else pytest's own timeout would be the user's timer here.
+#: The default method of pytest's timeout sets a timer, which the hooks would take for the user's timer.
 pytestmark = [
     pytest.mark.timeout(60, method="thread"),
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),  # the tests use fork on purpose
@@ -44,7 +44,7 @@ WELCOME = {
 
 @pytest.fixture
 def executor(monkeypatch):
-    """The executor's end of a worker's channel, with the worker."""
+    """A worker, and the executor's end of its channel and of Spark's stream."""
     worker_end, executor_end = socket.socketpair()
     channel = Channel(worker_end, 1 << 20, 10.0)
     channel.welcome = WELCOME
@@ -53,7 +53,7 @@ def executor(monkeypatch):
     decoder = Decoder(1 << 20)
 
     def receive(kind: str, seconds: float = 10.0) -> Any:
-        """Returns the next frame of this kind that the worker sent."""
+        """Waits for a frame of this kind from the worker, and returns it."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for frame in list(frames):
@@ -68,13 +68,13 @@ def executor(monkeypatch):
     spark, results = socket.socketpair()
 
     def ended() -> bool:
-        """Returns whether the executor sees the end of the stream."""
+        """Returns whether the executor sees the end of the channel."""
         return bool(select.select([executor_end], [], [], 10)[0]) and executor_end.recv(1) == b""
 
     with spark, results, os.fdopen(os.dup(results.fileno()), "wb") as output:
         yield SimpleNamespace(
-            worker=worker_process.WorkerProcess("place"), say=executor_end.sendall, receive=receive, end=executor_end.close, ended=ended,
-            spark=spark, output=output,
+            worker=worker_process.WorkerProcess("place"), send=executor_end.sendall, receive=receive,
+            end=executor_end.close, ended=ended, spark=spark, output=output,
         )  # fmt: skip
     signal.pthread_sigmask(signal.SIG_UNBLOCK, worker_process._END_SIGNALS)
     for number, handler in handlers.items():
@@ -92,7 +92,7 @@ def description(topology: str, target: str = "stagecrew:LoggingContext") -> byte
 
 
 def task(attempt: int = 5, **properties: str) -> Any:
-    """A TaskContext of PySpark with these local properties."""
+    """A fake of PySpark's TaskContext with these local properties."""
     return SimpleNamespace(
         taskAttemptId=lambda: attempt,
         stageId=lambda: 1,
@@ -130,7 +130,7 @@ class Journal(Listener):
 
 @pytest.fixture
 def journal(tmp_path, monkeypatch):
-    """A listener with the name that `journal_description` contains; `read` returns its records."""
+    """The listener that `journal_description` names. `read` returns its records."""
     module = ModuleType("of_this_test")
     module.journal = Journal(str(tmp_path / "journal"))
     monkeypatch.setitem(sys.modules, "of_this_test", module)
@@ -140,7 +140,7 @@ def journal(tmp_path, monkeypatch):
 
 
 def journal_description(topology: str) -> bytes:
-    """The description of a topology with that listener."""
+    """The description of a topology with the listener `journal`."""
     return description(topology, "of_this_test:journal")
 
 
@@ -168,7 +168,7 @@ def fork_process():
 
 
 def exit_code(pid: int) -> int:
-    """Returns the exit code of a child. A negative number is a signal, as in subprocess."""
+    """Waits for a child, and returns its exit code. A negative number is a signal, as in `subprocess`."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -179,11 +179,11 @@ def exit_code(pid: int) -> int:
 
 
 def test_a_close_that_arrives_with_a_description(executor):
-    """The worker confirms a CLOSE that it read while it waited for a description as soon as the task has ended."""
-    executor.say(description("a"))
+    """A worker that reads a CLOSE while it waits for a description confirms it as soon as the task has ended."""
+    executor.send(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
-    executor.say(encode("CLOSE", topology="a") + description("b"))
+    executor.send(encode("CLOSE", topology="a") + description("b"))
     executor.worker.begin(TASK, ["b"], executor.output)
     executor.worker.end(None)
     worker_end, executor_end = socket.socketpair()
@@ -202,7 +202,7 @@ def test_a_close_that_arrives_with_a_description(executor):
 
 def test_a_lost_executor_closes_everything(executor):
     """An idle worker whose channel breaks closes its listeners, and continues as a plain worker."""
-    executor.say(description("a"))
+    executor.send(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     assert executor.worker.anything_open
@@ -214,8 +214,8 @@ def test_a_lost_executor_closes_everything(executor):
 
 
 def test_a_worker_that_is_no_longer_needed_closes_everything(executor):
-    """The worker sees the end of Spark's stream while signals are blocked. Then it sends the reason to the executor."""
-    executor.say(description("a"))
+    """An idle worker whose Spark stream ends closes its listeners, and sends the reason to the executor."""
+    executor.send(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     worker_end, executor_end = socket.socketpair()
@@ -227,8 +227,8 @@ def test_a_worker_that_is_no_longer_needed_closes_everything(executor):
 
 
 def test_a_kill_during_a_task_is_raised_once(executor):
-    """SIGTERM raises `TaskKilled` in the task's code. A second signal, or one after the task, adds nothing."""
-    executor.say(description("a"))
+    """SIGTERM raises `TaskKilled` in the task's code. A second signal, or a signal after the task, raises nothing."""
+    executor.send(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     with pytest.raises(TaskKilled, match="SIGTERM"):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -240,8 +240,9 @@ def test_a_kill_during_a_task_is_raised_once(executor):
 
 
 def test_a_kill_ends_the_output_stream(executor):
-    """After SIGTERM Spark reads the flushed output, and the end of the stream. Later output is discarded."""
-    executor.say(description("a"))
+    """After SIGTERM, Spark reads the output that was flushed before it and, once the task has ended, the end of the
+    stream. Later output is discarded."""
+    executor.send(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.output.write(b"flushed")
     executor.output.flush()
@@ -257,8 +258,8 @@ def test_a_kill_ends_the_output_stream(executor):
 
 
 def test_a_kill_without_a_free_file_descriptor(executor, monkeypatch):
-    """If no file descriptor is free to end Spark's stream, the task is killed nevertheless."""
-    executor.say(description("a"))
+    """A task is killed even if no file descriptor is free with which to end Spark's stream."""
+    executor.send(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     monkeypatch.setattr(os, "dup", lambda _: (_ for _ in ()).throw(OSError(24, "Too many open files")))
     with pytest.raises(TaskKilled):
@@ -270,8 +271,8 @@ def test_a_kill_without_a_free_file_descriptor(executor, monkeypatch):
 
 
 def test_the_executor_refuses_a_topology(executor):
-    """The executor's reason reaches the task, which ends like any other."""
-    executor.say(encode("REFUSED", reason="this topology is closed"))
+    """If the executor refuses a topology, its reason is raised in the task, which ends like any other."""
+    executor.send(encode("REFUSED", reason="this topology is closed"))
     with pytest.raises(ChannelError, match="the executor refused this process: this topology is closed"):
         executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
@@ -283,8 +284,8 @@ def test_the_executor_refuses_a_topology(executor):
 # -- a task without listeners
 
 
-def in_daemon(monkeypatch, executor: Any, body: Any) -> Any:
-    """Runs PySpark's `main` as the daemon wraps it, with this body of a task."""
+def as_in_daemon(monkeypatch, executor: Any, body: Any) -> Any:
+    """Returns a function that runs a task with this body in PySpark's `main`, wrapped as in the daemon."""
 
     def main(infile: Any, outfile: Any) -> None:
         try:
@@ -305,11 +306,11 @@ def in_daemon(monkeypatch, executor: Any, body: Any) -> Any:
 
 
 def test_a_kill_of_a_task_without_listeners_closes_open_ones(executor, journal, fork_process, monkeypatch, tmp_path):
-    """SIGTERM raises in a task without a topology, in a process that has an open one.
+    """SIGTERM raises `TaskKilled` in a task without listeners if the process has open listeners.
 
-    The task ends, and that one closes.
+    The task ends, and the open listeners close.
     """
-    executor.say(journal_description("a"))
+    executor.send(journal_description("a"))
     running, killed = tmp_path / "running", tmp_path / "killed"
     worker = executor.worker
     monkeypatch.setattr(worker, "wait_for_task", lambda _: None)  # the signal has arrived
@@ -323,7 +324,7 @@ def test_a_kill_of_a_task_without_listeners_closes_open_ones(executor, journal, 
             raise
 
     def child() -> int:
-        run = in_daemon(monkeypatch, executor, body)
+        run = as_in_daemon(monkeypatch, executor, body)
         worker.begin(TASK, ["a"], executor.output)
         worker.end(None)
         try:
@@ -331,7 +332,7 @@ def test_a_kill_of_a_task_without_listeners_closes_open_ones(executor, journal, 
         except SystemExit:
             return 7
 
-    monkeypatch.setattr(worker_process.fork_safety, "_held", set())  # this child plays the role of the worker
+    monkeypatch.setattr(worker_process.fork_safety, "_held", set())  # here, the child is the worker
     pid = fork_process(child)
     wait_until(running.exists)
     os.kill(pid, signal.SIGTERM)
@@ -349,8 +350,9 @@ def wait_until(condition: Any) -> None:
 
 
 def test_a_kill_while_a_task_without_listeners_is_read(executor, journal):
-    """The kill is raised once, as soon as the task begins. After a task a signal is only recorded."""
-    executor.say(journal_description("a"))
+    """A kill that arrives while Spark's worker reads a task is raised once, when the task begins. After a task, a
+    signal is only recorded."""
+    executor.send(journal_description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     executor.worker.resumed()
@@ -367,7 +369,7 @@ def test_a_kill_while_a_task_without_listeners_is_read(executor, journal):
 
 
 def test_a_task_without_listeners_in_a_process_without_any(executor):
-    """The signals are Spark's: SIGTERM ends the process, as without stagecrew."""
+    """In a process without open listeners, the signal handlers stay Spark's, so SIGTERM terminates the process."""
     before = signal.getsignal(signal.SIGTERM)
     executor.worker.begin_without_listeners(executor.output)
     executor.worker.end(None)
@@ -375,7 +377,8 @@ def test_a_task_without_listeners_in_a_process_without_any(executor):
 
 
 def test_a_kill_during_the_close_after_a_failed_open(executor, monkeypatch):
-    """The kill does not interrupt the close. It is raised after it, and the task does not continue."""
+    """A kill does not interrupt the close after a failed open. It is raised after the close, and the task does not
+    continue."""
 
     class Broken(Listener):
         required = False
@@ -391,7 +394,7 @@ def test_a_kill_during_the_close_after_a_failed_open(executor, monkeypatch):
     module = ModuleType("of_this_test")
     module.journal = Broken()
     monkeypatch.setitem(sys.modules, "of_this_test", module)
-    executor.say(journal_description("a"))
+    executor.send(journal_description("a"))
     with pytest.raises(TaskKilled):
         executor.worker.begin(TASK, ["a"], executor.output)
     assert closed == [1]
@@ -403,8 +406,9 @@ def test_a_kill_during_the_close_after_a_failed_open(executor, monkeypatch):
 
 @pytest.mark.parametrize(("properties", "attempt"), [({"stageAttempt": "3"}, 3), ({}, 0)])
 def test_the_stage_attempt(executor, journal, properties, attempt):
-    """A local property has the stage attempt, which PySpark's TaskContext lacks. Without the property it is 0."""
-    executor.say(journal_description("a"))
+    """The stage attempt, which PySpark's TaskContext lacks, is read from a local property. Without the property it is
+    0."""
+    executor.send(journal_description("a"))
     executor.worker.begin(task(**properties), ["a"], executor.output)
     executor.worker.end(None)
     (properties_of_task,) = journal.tasks
@@ -415,10 +419,10 @@ def test_the_stage_attempt(executor, journal, properties, attempt):
 
 
 def test_an_idle_worker_reports_the_timeout_of_its_closes(executor, journal, monkeypatch):
-    """An idle worker reports the sum of its open topologies' close timeouts. A task resets that to the default."""
+    """An idle worker reports the sum of its open listeners' close timeouts. `forget` resets the sum."""
     monkeypatch.setattr(graceful_shutdown, "_needed", graceful_shutdown._shared_table())
     close_timeout = lambda: graceful_shutdown._needed[os.getpid()]  # noqa: E731
-    executor.say(journal_description("a") + description("b"))
+    executor.send(journal_description("a") + description("b"))
     executor.worker.begin(TASK, ["a", "b"], executor.output)
     executor.worker.end(None)
     worker_end, executor_end = socket.socketpair()
@@ -437,8 +441,9 @@ def test_an_idle_worker_reports_the_timeout_of_its_closes(executor, journal, mon
 
 @pytest.mark.parametrize("how", ["fork", "multiprocessing"])
 def test_a_child_forked_by_a_task(executor, journal, fork_process, how):
-    """A child reads open listeners, and SIGTERM ends it. It calls no hook, and does not keep the channel open."""
-    executor.say(journal_description("a"))
+    """A forked child can get open listeners, and SIGTERM terminates it. It calls no hook, and does not keep the
+    worker's channel open."""
+    executor.send(journal_description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     ready, ready_writer = os.pipe()
 
@@ -474,7 +479,8 @@ def test_a_child_forked_by_a_task(executor, journal, fork_process, how):
 
 
 def test_a_child_forked_by_a_hook_has_no_timer_handler(executor, monkeypatch, fork_process):
-    """Handlers of the user stay."""
+    """A child that a hook forks does not inherit the timer handler of the hook's timeout, but it inherits the user's
+    own handlers."""
 
     def my_handler(_number, _frame):
         pass
@@ -489,7 +495,7 @@ def test_a_child_forked_by_a_hook_has_no_timer_handler(executor, monkeypatch, fo
     module = ModuleType("of_this_test")
     module.journal = Forks()
     monkeypatch.setitem(sys.modules, "of_this_test", module)
-    executor.say(journal_description("a"))
+    executor.send(journal_description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     assert [exit_code(pid) for pid in pids] == [4, 6]

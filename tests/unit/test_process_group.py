@@ -1,4 +1,4 @@
-"""The process group of a run, with real processes."""
+"""Signals to the process group of a run, with real processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stagecrew.recovery.driver.process_group import ProcessGroup
 from support.processes import is_alive
 from support.waiting import eventually
 
-#: Starts a child that sleeps, prints its process id, and ends when its input ends.
+#: Starts a child that sleeps, prints the child's process id, and exits at the end of its own stdin.
 PARENT = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdin=subprocess.DEVNULL)
@@ -36,7 +36,7 @@ def leader():
 
 
 def test_a_signal_reaches_the_whole_group(leader):
-    """The leader and its child get the signal. A second signal to the ended group does nothing."""
+    """Both the leader and its child get the signal. A second signal to the ended group does nothing."""
     group = ProcessGroup(leader.pid)
     child = int(leader.stdout.readline())
     group.signal(signal.SIGKILL)
@@ -46,7 +46,7 @@ def test_a_signal_reaches_the_whole_group(leader):
 
 
 def test_a_signal_reaches_the_group_of_an_ended_leader(leader):
-    """A child that outlives the leader still gets the signal."""
+    """A child that outlives the group's leader still gets the signal."""
     group = ProcessGroup(leader.pid)
     child = int(leader.stdout.readline())
     leader.stdin.close()
@@ -57,10 +57,10 @@ def test_a_signal_reaches_the_group_of_an_ended_leader(leader):
 
 
 def test_a_reused_process_id_gets_no_signal(leader):
-    """A process that has the leader's id but another start time is not the leader: it gets no signal."""
+    """A process with the leader's id but another start time gets no signal, because it is not the leader."""
     group = ProcessGroup(leader.pid)
     child = int(leader.stdout.readline())
-    group._leader = psutil.Process()  # another process had this id when the group was made
+    group._leader = psutil.Process()  # as if another process had this id when the group was created
     group.signal(signal.SIGKILL)
     assert leader.poll() is None
     assert is_alive(child)

@@ -16,7 +16,7 @@ from support.operator_fakes import DroppingWire, FakeTopology, TextCoordinator
 
 
 class Inside:
-    """A position inside a place of the program."""
+    """Enters a place of the program as a context manager."""
 
     def __init__(self, place):
         self.place = place
@@ -39,7 +39,7 @@ def topology(name, parent=None):
 
 
 def in_thread(f):
-    """Returns or raises what `f` does in another thread."""
+    """Calls `f` in another thread, and returns its result or the exception that it raised."""
     results = []
 
     def run():
@@ -56,14 +56,15 @@ def in_thread(f):
 
 @pytest.fixture(autouse=True)
 def _outside_all_places():
-    """Each test begins outside of all places."""
+    """Begins each test outside of all places."""
     token = PLACE.set(None)
     yield
     PLACE.reset(token)
 
 
 def test_a_key_has_the_place_and_an_ordinal_in_it():
-    """The ordinal counts the uses of the operator in this place only. Other places do not affect it."""
+    """A key consists of the place, the operator's name and an ordinal, which counts the operator's uses in this place
+    only."""
     program = Place()
     uses = Uses(program, is_application=True)
     assert [uses.key("c"), uses.key("c"), uses.key("other")] == ["c/1", "c/2", "other/1"]
@@ -76,7 +77,7 @@ def test_a_key_has_the_place_and_an_ordinal_in_it():
 
 
 def test_topologies_of_one_name_are_counted():
-    """Each topology of a name that begins in a place is a place of its own."""
+    """Topologies with one name that begin in the same place are numbered, and each is a place of its own."""
     program = Place()
     uses = Uses(program, is_application=True)
     keys = []
@@ -87,7 +88,7 @@ def test_topologies_of_one_name_are_counted():
 
 
 def test_a_use_in_another_thread_needs_a_name():
-    """Without a name it is refused, and is not counted. With a name it is a use of its own, once per place."""
+    """A use in another thread is refused and not counted unless it has a name. A name can be used once per place."""
     program = Place()
     uses = Uses(program, is_application=True)
     error = in_thread(lambda: uses.key("c"))
@@ -100,8 +101,8 @@ def test_a_use_in_another_thread_needs_a_name():
     assert [uses.key("c", otherwise="mine"), uses.key("c")] == ["c/1", "c/2"]
 
 
-def test_a_copied_context_does_not_make_another_thread_the_same():
-    """A place that a context carries into another thread, as `Topology.wrap` does, is not counted there."""
+def test_a_copied_context_does_not_change_who_owns_a_place():
+    """If a context is copied into another thread, as `Topology.wrap` does, uses in that thread still need names."""
     uses = Uses(Place(), is_application=True)
     with step("a"):
         context = contextvars.copy_context()
@@ -112,7 +113,7 @@ def test_a_copied_context_does_not_make_another_thread_the_same():
 
 
 def test_a_step_in_another_thread_counts_its_own_uses():
-    """A step has a name, so its thread may use operators in it without names."""
+    """A thread that begins a step can use operators in the step without names, because the step itself has a name."""
     uses = Uses(Place(), is_application=True)
 
     def load():
@@ -123,9 +124,9 @@ def test_a_step_in_another_thread_counts_its_own_uses():
 
 
 def test_a_topology_begun_by_another_thread():
-    """Uses of its own operators are counted.
+    """In a topology that another thread began, uses of the topology's own operators are counted.
 
-    Uses of the application's need names: topologies of one name have no order.
+    Uses of the application's operators need names, because topologies in several threads have no order.
     """
     program = Place()
     application = Uses(program, is_application=True)
@@ -147,7 +148,7 @@ def test_a_topology_begun_by_another_thread():
 
 
 def test_a_repeated_place_counts_from_1():
-    """A batch that Spark repeats has the same uses and names as its first execution."""
+    """The uses of a batch that Spark repeats get the same keys as in its first execution."""
     uses = Uses(Place(), is_application=True)
     other = Place(Place(None, "step", "load"), "batch", "10")
     for _ in range(2):
@@ -171,7 +172,8 @@ def test_names_give_distinct_stable_keys(name):
 
 
 def test_a_place_knows_its_keys():
-    """A place has the keys of its uses and inner places, but not of a place whose name begins in the same way."""
+    """`is_in` is true for the keys of a place and of its inner places, but not for those of a place whose path begins
+    with the same text."""
     batch = Place(Place(None, "step", "load"), "batch", "1")
     uses = Uses(Place(), is_application=True)
     assert uses.is_in("step=load/batch=1:c/1", batch)
@@ -181,7 +183,7 @@ def test_a_place_knows_its_keys():
 
 
 def test_the_keys_of_a_topology_begin_at_the_topology():
-    """The keys of a topology's own uses do not contain the topology: a checkpoint belongs to one topology."""
+    """The keys of a topology's own uses do not contain the topology, because a checkpoint belongs to one topology."""
     program = Place()
     with step("a", program), topology("t") as place:
         uses = Uses(place)
@@ -191,12 +193,12 @@ def test_the_keys_of_a_topology_begin_at_the_topology():
             assert (key, uses.is_in(key, batch)) == ("step=b/batch=2:splits/1", True)
 
 
-# -- Operators: which use gets which state
+# -- which use of an operator gets which state
 
 
 @pytest.fixture
 def instances():
-    """The created coordinators, in order."""
+    """The list to which each new coordinator is appended."""
     return []
 
 
@@ -214,7 +216,7 @@ HOST = Host(DroppingWire(), 1 << 20, 30.0)
 
 
 def use(operators, instances, text=""):
-    """Binds the operator here, and appends to its coordinator's text. Returns the text before that."""
+    """Binds the operator here, and appends to its coordinator's text. Returns the coordinator's previous text."""
     before = list(instances)
     operators.add("c", lambda context: TextCoordinator(context, instances), HOST)
     [new] = [one for one in instances if one not in before] or [instances[0]]
@@ -224,7 +226,7 @@ def use(operators, instances, text=""):
 
 
 def test_an_unclaimed_state_is_kept_and_not_reused(instances):
-    """The state of a skipped place stays in later checkpoints, and a use in another place begins without state."""
+    """The state of a skipped place stays in later checkpoints. A use in another place does not get this state."""
     first = operators_of(instances)
     with step("a"):
         use(first, instances, "of a")
@@ -244,9 +246,10 @@ def test_an_unclaimed_state_is_kept_and_not_reused(instances):
 
 
 def test_a_prepared_coordinator_gets_the_key_of_its_first_use(instances):
-    """A prepared coordinator is not given to a place with a restored state.
+    """A prepared coordinator (created before the session) gets the key of its operator's first use.
 
-    Its work before its first use is kept under its operator's name.
+    Until then, a checkpoint stores its state under its operator's name. A use in a place with a restored state gets
+    that state instead of the prepared coordinator.
     """
     first = operators_of(instances, prepared=True)
     instances[0].text = "before"
@@ -269,7 +272,8 @@ def test_a_prepared_coordinator_gets_the_key_of_its_first_use(instances):
 
 
 def test_prepared_coordinators_are_used_by_their_places(instances):
-    """Coordinators that were restored before the session are used by the places with their keys, in any order."""
+    """Each state that was restored before the session is used by the place with its key, in whatever order the places
+    are used."""
     restore = Checkpoint(4, {"c/1": b"first", "c/2": b"second", "step=a:c/1": b"of a"})
     operators = operators_of(instances, prepared=True, restore=restore)
     with step("b"):
@@ -284,7 +288,7 @@ def test_prepared_coordinators_are_used_by_their_places(instances):
 
 
 def test_a_factory_that_raises_leaves_the_state_unclaimed(instances):
-    """A use whose factory raises loses no state: the state is in the next checkpoint."""
+    """If a use's factory raises, the use's state is not lost. It stays in the next checkpoint."""
     operators = operators_of(instances)
     operators.reset(Checkpoint(1, {"c/1": b"x"}))
 
@@ -293,14 +297,14 @@ def test_a_factory_that_raises_leaves_the_state_unclaimed(instances):
 
     with pytest.raises(KeyError):
         operators.add("c", failing, HOST)
-    with pytest.raises(KeyError):  # the place continues to count: the next use is the second
+    with pytest.raises(KeyError):  # a failed use is counted, so this is the place's second use
         operators.add("c", failing, HOST)
     assert operators.checkpoint(None, 5).states == {"c/1": b"x"}
     operators.close("the process ends")
 
 
 def test_a_finished_batch_leaves_nothing(instances):
-    """When a batch can never run again, its uses end, and their states are dropped."""
+    """When a batch can never run again, the operators' uses in it end, and their states are dropped."""
     operators = operators_of(instances)
     batch = Place(Place(None, "step", "load"), "batch", "1")
     with Inside(batch):
@@ -316,7 +320,7 @@ def test_a_finished_batch_leaves_nothing(instances):
 
 
 def test_a_use_that_ends_has_no_state_and_no_thread(instances):
-    """The use of a commit ends with the commit: 50 of them leave no thread, and no state in a checkpoint."""
+    """A use that ends, like that of a commit, leaves no thread, and no state in a checkpoint. Its progress stays."""
     operators = operators_of(instances)
     threads = threading.active_count()
     for _ in range(50):

@@ -1,7 +1,7 @@
 """The protocol between a task and its coordinator over a network that drops, duplicates, delays and reorders frames.
 
-Both ends are real: the task's gateway, and the host with a coordinator. Between them is an executor's mailbox as in
-`Mailbox.scala`. Frames travel when the test delivers them.
+The task's gateway and the host with its coordinator are real. Between them is a model of an executor's mailbox
+(`Mailbox.scala`). A frame arrives only when the test delivers it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stagecrew.worker.evaluations import Bound, TaskGateway
 
 
 class Echo(stagecrew.Coordinator):
-    """Records its messages, and replies to requests with their number."""
+    """Records its messages. The reply to a request contains the request."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -48,8 +48,8 @@ class Echo(stagecrew.Coordinator):
         self.outcomes.append("finished")
 
 
-class Inline(Threads):
-    """Calls wait until the state machine runs them."""
+class InlineThreads(Threads):
+    """Loops whose calls wait until the state machine runs them."""
 
     def __init__(self):
         self.loops = []
@@ -59,8 +59,8 @@ class Inline(Threads):
         return self.loops[-1]
 
 
-class Mail:
-    """An executor's mailbox for one evaluation, as in Mailbox.scala, for a worker that reads everything."""
+class FakeMailbox:
+    """A model of an executor's mailbox for one evaluation (Mailbox.scala), whose worker has unlimited credit."""
 
     def __init__(self):
         self.accepted, self.refused = 0, None
@@ -76,7 +76,7 @@ class Mail:
 
 
 class Protocol(RuleBasedStateMachine):
-    """One evaluation. `out` has frames from the task, `back` has frames to it. Each list is a network."""
+    """One evaluation over two networks: `out` has the frames that the task sent, and `back` the frames sent to it."""
 
     faults = True
 
@@ -84,7 +84,7 @@ class Protocol(RuleBasedStateMachine):
     def begin(self):
         self.out, self.back, self.unsent = [], [], {}
         self.failures, self.now = [], 0.0
-        self.threads, self.mail = Inline(), Mail()
+        self.threads, self.mailbox = InlineThreads(), FakeMailbox()
         self.broken = None
         self.host = Host(self, 1 << 20, 5.0, lambda: self.now)
         owner = types.SimpleNamespace(name="t", store={}, changed={}, fail=self.failures.append, idle=lambda: None)
@@ -106,7 +106,7 @@ class Protocol(RuleBasedStateMachine):
         self.task = TaskGateway(self.connection, bound, 0, context)
         self.run()
         self.first = self.coordinator
-        #: The reason for which the host has ended the evaluation, if it has.
+        #: Why the host has ended the evaluation. None if it has not.
         self.ended = None
         self.sent, self.requests, self.pushed, self.received, self.futures = [], [], [], [], []
         self.finished = self.lost = False
@@ -144,10 +144,10 @@ class Protocol(RuleBasedStateMachine):
 
     def to_task(self, frame):
         if frame.kind == "EVENTS":
-            fresh = self.mail.offer(frame["first"], frame["payloads"])
+            fresh = self.mailbox.offer(frame["first"], frame["payloads"])
             self.received += map(unpack, fresh)
-            if self.mail.refused is None:
-                self.to_host_later("ACCEPTED", sequence=self.mail.accepted)
+            if self.mailbox.refused is None:
+                self.to_host_later("ACCEPTED", sequence=self.mailbox.accepted)
             else:
                 self.to_host_later("OVERFLOWED", reason="events were lost")
         else:
@@ -167,7 +167,7 @@ class Protocol(RuleBasedStateMachine):
             self.run()
 
     def wait(self, found, _seconds):
-        """Delivers all frames, because no other thread sends: then the result is there, or never arrives."""
+        """Delivers all frames. No other thread sends, so afterwards the result is there or never arrives."""
         if (result := found()) is not None:
             return result
         self.settle()
@@ -181,7 +181,7 @@ class Protocol(RuleBasedStateMachine):
 
     @property
     def serving(self):
-        """The instance that serves the evaluation: the first, unless it was reset before the evaluation arrived."""
+        """The coordinator that serves the evaluation: the first, unless it was reset before the evaluation arrived."""
         return self.first if self.first.gateway is not None else self.coordinator
 
     def next(self):
@@ -237,7 +237,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.ended is None and not self.finished)
     @rule(reason=st.sampled_from(["its executor is lost", "its attempt is killed", "its coordinator is reset"]))
     def evaluation_ends(self, reason):
-        if self.serving.gateway is not None or "killed" in reason:  # otherwise the evaluation had not arrived yet
+        if self.serving.gateway is not None or "killed" in reason:  # otherwise the evaluation has not arrived yet
             self.ended = reason
         if "lost" in reason:
             self.host.lost("1", reason)
@@ -273,7 +273,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule()
     def expire_timeouts(self):
-        """Timeouts expire only when there is nothing to read."""
+        """Expires timeouts, which the host does only when there is nothing to read."""
         if not self.out:
             self.host.expire()
             self.run()
@@ -289,7 +289,7 @@ class Protocol(RuleBasedStateMachine):
         assert not self.failures
         assert len(self.first.outcomes) <= 1
         if self.coordinator is not self.first:
-            # The successor gets nothing of this evaluation or, if READY arrived after the reset, everything.
+            # The new coordinator gets no message of this evaluation or, if READY arrived after the reset, all of them.
             assert self.coordinator.received_messages == self.sent[: len(self.coordinator.received_messages)]
             assert self.first.received_messages == [] or self.coordinator.received_messages == []
         for number, future in self.futures:
@@ -306,7 +306,7 @@ class Protocol(RuleBasedStateMachine):
         self.host.expire()
         self.run()
         self.settle()
-        # No loss is silent: each event has arrived, or its sender has an error.
+        # No event is lost silently: it has arrived, or its sender has an error.
         for number, future in self.futures:
             assert future.done()
             assert (future.exception() is None) == (number in self.received) or future.exception() is not None
@@ -317,24 +317,24 @@ class Protocol(RuleBasedStateMachine):
             assert self.broken is None
 
 
-class Orderly(Protocol):
-    """A network that only delays."""
+class OrderlyProtocol(Protocol):
+    """Networks that only delay frames."""
 
     faults = False
 
     @rule(seconds=st.just(0.0))
     def advance_time(self, seconds):
-        """The clock does not advance: nothing expires."""
+        """Does not advance the clock, so nothing expires."""
 
 
 TestProtocol = Protocol.TestCase
 TestProtocol.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestOrderly = Orderly.TestCase
+TestOrderly = OrderlyProtocol.TestCase
 TestOrderly.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.long
 class TestProtocolLong(Protocol.TestCase):
-    """With many more examples."""
+    """Runs many more examples of the same state machine."""
 
     settings = settings(max_examples=5000, stateful_step_count=80, deadline=None)

@@ -1,4 +1,4 @@
-"""The commands of jobs, with a real SQLite store and without a driver."""
+"""The commands that manage jobs, with a real SQLite store and without a driver."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ from stagecrew.recovery.stores.contract import FORMAT, Create, Replace
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """The environment of a store and a state storage of this test."""
+    """A folder with a store, a state storage and code for jobs. The environment variables name the two places."""
     (tmp_path / "state").mkdir()
     (tmp_path / "etl.py").write_text("def load(day):\n    return day\n")
     (tmp_path / "job.py").write_text("print(1)\n")
@@ -46,21 +46,21 @@ def run(*arguments):
 
 
 @contextlib.contextmanager
-def jobs():
-    with open_jobs(os.environ["STAGECREW_STORE"], os.environ["STAGECREW_STATE"]) as known:
-        yield FencedJobs(known._store, known._storage)
+def stored_jobs():
+    with open_jobs(os.environ["STAGECREW_STORE"], os.environ["STAGECREW_STATE"]) as jobs:
+        yield FencedJobs(jobs._store, jobs._storage)
 
 
 def end(job, result):
-    """Ends a job as its run would."""
-    with jobs() as known:
-        record, version = known.read(job)
-        known.start_run(job, (record, version), known.claim_version(job))
-        known.finish(job, known.read(job), JobState(result.state), result)
+    """Ends a job with this result, as its run would."""
+    with stored_jobs() as jobs:
+        record, version = jobs.read(job)
+        jobs.start_run(job, (record, version), jobs.claim_version(job))
+        jobs.finish(job, jobs.read(job), JobState(result.state), result)
 
 
 def test_an_id_submitted_twice_is_one_job(places):
-    """An id that is submitted again with the same content returns the same job, also after its end.
+    """A submit with an existing id and the same content returns the same job, even after the job has ended.
 
     Other content is refused.
     """
@@ -71,33 +71,35 @@ def test_an_id_submitted_twice_is_one_job(places):
     assert (other.exit_code, "already exists with different content (state: submitted)" in other.stderr) == (1, True)
     end("nightly", Result.of_value(7))
     assert run("submit", "--id", "nightly", "--arg", "day=1", "etl:load").output == "nightly\n"
-    with jobs() as known:
-        assert known.names() == ["nightly"]
-        assert known.read("nightly")[0].state == "succeeded"
+    with stored_jobs() as jobs:
+        assert jobs.names() == ["nightly"]
+        assert jobs.read("nightly")[0].state == "succeeded"
 
 
 @pytest.mark.parametrize("option", ["store", "state"])
 @pytest.mark.parametrize("command", [["jobs"], ["submit", "etl:load"], ["driver"], ["result", "one"]])
 def test_a_missing_store_or_state_option(places, monkeypatch, option, command):
-    """The message says what to write, as an option or in the environment."""
+    """The message for a missing option names the option and the environment variable."""
     monkeypatch.delenv(f"STAGECREW_{option.upper()}")
     refused = run(*command)
     assert refused.exit_code == 2
     assert f"Missing option '--{option}'. Set STAGECREW_{option.upper()} or pass --{option}, such as " in refused.stderr
 
 
-def test_options_of_a_function_may_follow_it(places):
-    """`submit target --arg n=3` works. Words after a script are the script's own, even if they look like options."""
+def test_options_can_follow_a_function(places):
+    """Options of `submit` are accepted after a function. Words after a script are the script's arguments, even if they
+    look like options."""
     assert run("submit", "--id", "one", "etl:load", "--arg", "day=1").output == "one\n"
     assert run("submit", "etl:load", "--arg=day=1", "--json", "--id", "one").output == '{"id": "one"}\n'
     assert run("submit", "job.py", "--arg", "day=1", "--json", "--id", "two").output.startswith("job.py-")
-    with jobs() as known:
-        (script,) = (name for name in known.names() if name != "one")
-        assert known.spec(script).arguments == ("--arg", "day=1", "--json", "--id", "two")
+    with stored_jobs() as jobs:
+        (script,) = (name for name in jobs.names() if name != "one")
+        assert jobs.spec(script).arguments == ("--arg", "day=1", "--json", "--id", "two")
 
 
 def test_a_job_of_an_earlier_stagecrew(places):
-    """A job that is stored with the digest of its bytes accepts the same bytes, and refuses other content."""
+    """For a job stored by an earlier version, which recorded the digest of the job's bytes, a submit with the same
+    content returns the job, and other content is refused."""
     run("submit", "--id", "old", "--arg", "day=1", "etl:load")
     module = b"def load(day):\n    return day\n"
     body = {
@@ -110,9 +112,9 @@ def test_a_job_of_an_earlier_stagecrew(places):
         "max_attempts": 10,
     }
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    with jobs() as known:
-        record, version = known.read("old")
-        known._store.transact(Replace("jobs/old", dataclasses.replace(record, digest=digest).to_bytes(), version))
+    with stored_jobs() as jobs:
+        record, version = jobs.read("old")
+        jobs._store.transact(Replace("jobs/old", dataclasses.replace(record, digest=digest).to_bytes(), version))
     assert run("submit", "--id", "old", "--arg", "day=1", "etl:load").output == "old\n"
     assert run("submit", "--id", "old", "--arg", "day=2", "etl:load").exit_code == 1
     assert JobSpec.from_bytes(json.dumps(body).encode()).arguments == cloudpickle.dumps({"day": "1"})
@@ -121,21 +123,21 @@ def test_a_job_of_an_earlier_stagecrew(places):
 def test_a_stored_spec_submitted_again(places):
     """A spec that is read from the store and submitted again with its id is the same job."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        assert known.submit(known.spec("one"), "one") == "one"
+    with stored_jobs() as jobs:
+        assert jobs.submit(jobs.spec("one"), "one") == "one"
 
 
 def test_the_longest_names(places):
-    """The longest id of a job fits into the ids of its commits. A file's name may be longer."""
+    """The ids of a job's commits can contain the longest job id. The name of a submitted file can be even longer."""
     long = places / f"{'x' * 200}.py"
     long.write_text("print(1)\n")
     assert run("submit", "--id", "y" * 100, long.name).output == "y" * 100 + "\n"
     made = run("submit", "--json", long.name)
     assert (made.exit_code, list(json.loads(made.output))) == (0, ["id"])
     assert len(json.loads(made.output)["id"]) < 100
-    with jobs() as known:
-        assert known.names() == sorted([json.loads(made.output)["id"], "y" * 100])
-        record = Job("y" * 100, 1, known.handles("y" * 100, "steps"), known.handles("y" * 100, "commits"))
+    with stored_jobs() as jobs:
+        assert jobs.names() == sorted([json.loads(made.output)["id"], "y" * 100])
+        record = Job("y" * 100, 1, jobs.handles("y" * 100, "steps"), jobs.handles("y" * 100, "commits"))
         name = "z" * 40
         assert len(record.step(name, lambda: record.commit_id(name))) == 182
         with pytest.raises(ConfigurationError, match="has 201 characters, and the limit is 200"):
@@ -143,12 +145,12 @@ def test_the_longest_names(places):
 
 
 def test_a_job_does_not_depend_on_its_submitter(places):
-    """The store has the bytes of script and files, which may be deleted when the id is printed."""
+    """Once a job's id is printed, its script and files are stored, so the originals can be deleted."""
     job = run("submit", "--conf", "spark.x=1=2", "--py-files", "etl.py", "job.py", "--verbose", "a b").output.strip()
     (places / "job.py").unlink()
     (places / "etl.py").unlink()
-    with jobs() as known:
-        spec = known.spec(job)
+    with stored_jobs() as jobs:
+        spec = jobs.spec(job)
     assert (spec.script, spec.arguments, dict(spec.files)) == (
         b"print(1)\n", ("--verbose", "a b"), {"etl.py": b"def load(day):\n    return day\n"},
     )  # fmt: skip
@@ -156,7 +158,7 @@ def test_a_job_does_not_depend_on_its_submitter(places):
 
 
 def test_the_exit_code_of_result(places):
-    """The exit code of `result` tells how a job has ended. It prints the value, or the error with its traceback."""
+    """`result` prints a job's value, or the error with its traceback, and its exit code tells how the job ended."""
     for job in ("one", "two", "three"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
     assert (run("result", "one").exit_code, run("result", "one", "--wait", "--timeout", "0.3").exit_code) == (5, 5)
@@ -177,7 +179,8 @@ def test_the_exit_code_of_result(places):
 
 
 def test_a_result_cannot_control_the_terminal(places):
-    """Escape sequences and direction marks in values, errors and tracebacks are printed as codes; lines stay."""
+    """Escape sequences and direction marks in values, errors and tracebacks are printed as codes. Newlines and tabs of
+    a value are kept."""
     for job in ("one", "two"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
     end("one", Result.of_value("a\x1b[2Jb\u202ec\nnext\tcell"))
@@ -195,7 +198,7 @@ def test_a_result_cannot_control_the_terminal(places):
 
 @pytest.mark.parametrize("ends_after", [1, 2, 3])
 def test_a_job_that_ends_during_result(places, monkeypatch, ends_after):
-    """State, value and exit code of `result` belong together, even if the job ends between its reads."""
+    """The state, the value and the exit code of `result` are consistent, even if the job ends between its reads."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     real, seen = Jobs.read, []
 
@@ -213,13 +216,13 @@ def test_a_job_that_ends_during_result(places, monkeypatch, ends_after):
 
 
 def test_the_result_of_a_cancelled_job(places):
-    """The exit code of a cancelled job's result is 4. The result has a reason and no value."""
+    """For a cancelled job, `result` has exit code 4, and shows a reason and no value."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        known.start_ending("one", known.read("one"), JobState.CANCELLED, "somebody has cancelled it")
+    with stored_jobs() as jobs:
+        jobs.start_ending("one", jobs.read("one"), JobState.CANCELLED, "somebody has cancelled it")
         assert run("result", "one").exit_code == 5  # its decided commits may not be applied yet
         result = Result("cancelled", "somebody has cancelled it")
-        known.finish("one", known.read("one"), JobState.CANCELLED, result)
+        jobs.finish("one", jobs.read("one"), JobState.CANCELLED, result)
     outcome = run("result", "one", "--wait")
     assert (outcome.exit_code, outcome.output) == (4, "job one has been cancelled: somebody has cancelled it\n")
     outcome = run("result", "--json", "one")
@@ -230,7 +233,7 @@ def test_the_result_of_a_cancelled_job(places):
 
 @pytest.mark.parametrize("damage", [b"half", None])
 def test_an_unreadable_result(places, damage):
-    """A changed or missing result is an error that names the job. Other results are printed, and nothing is deleted."""
+    """A damaged or missing result is an error that names the job. Other results are printed, and nothing is deleted."""
     for job in ("one", "two"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
         end(job, Result.of_value(job))
@@ -244,27 +247,27 @@ def test_an_unreadable_result(places, damage):
     assert run("result", "two").output == "two\n"
     assert [one["id"] for one in json.loads(run("jobs", "--json").output)["jobs"]] == ["one", "two"]
     assert file.exists() == (damage is not None)
-    with jobs() as known:
-        assert known._store.read("results/one") is not None
+    with stored_jobs() as jobs:
+        assert jobs._store.read("results/one") is not None
 
 
 def test_cancel_can_be_repeated(places):
-    """A job can be cancelled repeatedly. A job that has ended does not change."""
+    """A job can be cancelled repeatedly. A cancel does not change a job that has ended."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     assert "the leader will end it" in run("cancel", "one").output
     assert json.loads(run("cancel", "--json", "one").output) == {"id": "one", "state": "submitted", "requested": True}
-    with jobs() as known:
-        assert known.is_cancel_requested("one")
+    with stored_jobs() as jobs:
+        assert jobs.is_cancel_requested("one")
     end("one", Result.of_value(None))
     assert "is already succeeded" in run("cancel", "one").output
 
 
 def test_one_unreadable_job_does_not_hide_the_others(places):
-    """`jobs` lists all readable jobs, and names the unreadable ones. Nothing of those is deleted."""
+    """`jobs` lists all readable jobs and names the unreadable ones, of which nothing is deleted."""
     for job in ("good", "bad"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        known._store.transact(Replace("jobs/bad", b"not a record", 0))
+    with stored_jobs() as jobs:
+        jobs._store.transact(Replace("jobs/bad", b"not a record", 0))
     listed = json.loads(run("jobs", "--json").output)
     assert [one["id"] for one in listed["jobs"]] == ["good"]
     assert [one["id"] for one in listed["unreadable"]] == ["bad"]
@@ -272,15 +275,15 @@ def test_one_unreadable_job_does_not_hide_the_others(places):
     for command in (("result", "bad"), ("cancel", "bad"), ("submit", "--id", "bad", "--arg", "day=1", "etl:load")):
         outcome = run(*command)
         assert (outcome.exit_code, "cannot be read" in outcome.stderr) == (1, True)
-    with jobs() as known:
-        assert known.names() == ["bad", "good"]
+    with stored_jobs() as jobs:
+        assert jobs.names() == ["bad", "good"]
 
 
 def test_a_record_of_a_newer_stagecrew(places):
-    """The message for a job of a newer stagecrew says so."""
+    """The message for a job that a newer stagecrew stored names the newer format."""
     run("submit", "--id", "new", "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        known._store.transact(
+    with stored_jobs() as jobs:
+        jobs._store.transact(
             Replace("jobs/new", JobRecord("d", 1, 0.0).to_bytes().replace(b'"format": 1', b'"format": 2'), 0)
         )
     outcome = run("result", "new")
@@ -289,10 +292,10 @@ def test_a_record_of_a_newer_stagecrew(places):
 
 def test_leader(places):
     """`leader` prints the leader's term, host and process, as text and as JSON. The exit code is 0."""
-    with jobs() as known:
-        known._store.ensure("leader", TERM)
-        info = LeaderInfo.of_this_process(1, known._store.session)
-        known._store.transact(Create(HOLDER, info.to_bytes(), ephemeral=True), Replace(TERM, info.to_bytes(), 0))
+    with stored_jobs() as jobs:
+        jobs._store.ensure("leader", TERM)
+        info = LeaderInfo.of_this_process(1, jobs._store.session)
+        jobs._store.transact(Create(HOLDER, info.to_bytes(), ephemeral=True), Replace(TERM, info.to_bytes(), 0))
         outcome = run("leader")
         assert (outcome.exit_code, outcome.output) == (0, f"term 1: process {os.getpid()} on {info.host}\n")
         outcome = run("leader", "--json")
@@ -301,13 +304,13 @@ def test_leader(places):
             {"term": 1, "host": info.host, "pid": os.getpid()},
         )
         (places / "state").rename(places / "away")
-        assert run("leader").exit_code == 0, "only the store is asked"
-        assert run("leader", "--state", "/nowhere").exit_code == 0, "where every command is given both places"
-    assert run("leader").exit_code == 1  # its session has expired
+        assert run("leader").exit_code == 0, "`leader` must read only the store"
+        assert run("leader", "--state", "/nowhere").exit_code == 0, "`leader` must accept --state like other commands"
+    assert run("leader").exit_code == 1  # the leader's session has ended
 
 
-#: Writes a store with one job, as stagecrew did before format 2. Its arguments: the path, the format number, and how
-#: its process ends.
+#: Writes a store with one job, as stagecrew did before format 2. Arguments: the path, the format number, and how the
+#: process ends.
 OLD_STORE = """if True:
     import json, os, sqlite3, sys
     path, number, ending = sys.argv[1:]
@@ -324,10 +327,11 @@ OLD_STORE = """if True:
         "COMMIT",
     ):
         database.execute(statement)
-    record = {"format": 1, "digest": "d", "max_attempts": 10, "submitted": 1.0, "state": "running", "run": 1, "outcome": None,
-              "reason": "", "ended": None, "clean": False, "write": "0" * 32}
-    entries = {"jobs": b"", "specs": b"", "results": b"", "jobs/one": json.dumps(record).encode(), "jobs/one/claim": b"{}",
-               "jobs/one/steps": b"", "jobs/one/commits": b"", "specs/one": b"{}", "specs/one/locks": b""}
+    record = {"format": 1, "digest": "d", "max_attempts": 10, "submitted": 1.0, "state": "running", "run": 1,
+              "outcome": None, "reason": "", "ended": None, "clean": False, "write": "0" * 32}
+    entries = {"jobs": b"", "specs": b"", "results": b"", "jobs/one": json.dumps(record).encode(),
+               "jobs/one/claim": b"{}", "jobs/one/steps": b"", "jobs/one/commits": b"",
+               "specs/one": b"{}", "specs/one/locks": b""}
     for key, value in entries.items():
         parent, _, name = key.rpartition("/")
         database.execute("INSERT INTO entries VALUES (?, ?, ?, 0, NULL)", (parent, name, value))
@@ -341,17 +345,17 @@ OLD_STORE = """if True:
 
 
 def bytes_below(folder):
-    """Returns the bytes of each file, except for the index of the write-ahead log, which each reader writes."""
+    """Returns the bytes of each file below a folder, except the write-ahead log's index, which readers write too."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".db-shm"}
 
 
 @pytest.mark.parametrize("ending", ["closed", "killed"])
 @pytest.mark.parametrize("number", [1, 0])
 def test_a_store_of_an_older_stagecrew(places, number, ending):
-    """Commands, a driver and a run refuse a store of an older format, or without a format number, in one line.
+    """Commands, a driver and a run refuse a store of an older format, or without a format number, with one line.
 
-    The line has the found format, the supported one, and the remedy. No byte of the store or of the storage changes,
-    even if the process that wrote the store was killed.
+    The line contains the format found, the supported format, and the remedy. No byte of the store or of the storage
+    changes, even if the process that wrote the store was killed.
     """
     subprocess.run(
         [sys.executable, "-c", OLD_STORE, str(places / "jobs.db"), str(number), ending], check=True, timeout=60
@@ -381,7 +385,7 @@ def test_a_store_of_an_older_stagecrew(places, number, ending):
     [line] = ended.stderr.splitlines()
     assert "run 2 of job 'one' cannot start" in line
     assert not [part for part in words if part not in line], line
-    with pytest.raises(StoreUnsupported, match="An older stagecrew wrote it"), jobs():
+    with pytest.raises(StoreUnsupported, match="An older stagecrew wrote it"), stored_jobs():
         pass
     found = coordination_store(os.environ["STAGECREW_STORE"])
     assert found.status == "failed"
@@ -398,8 +402,8 @@ def test_a_store_of_a_newer_stagecrew(places):
     with contextlib.closing(sqlite3.connect(places / "jobs.db")) as database:
         database.execute(f"PRAGMA user_version = {FORMAT + 1}")
     commands = (
-        ("jobs",), ("jobs", "--json"), ("leader",), ("cancel", "one"), ("result", "one"), ("sweep", "--grace", "0"), ("driver",),
-        ("submit", "--id", "two", "--arg", "day=1", "etl:load"),
+        ("jobs",), ("jobs", "--json"), ("leader",), ("cancel", "one"), ("result", "one"), ("sweep", "--grace", "0"),
+        ("driver",), ("submit", "--id", "two", "--arg", "day=1", "etl:load"),
     )  # fmt: skip
     files = {path for path in (places / "state").rglob("*") if path.is_file()}
     for words in commands:
@@ -415,7 +419,7 @@ def test_a_store_of_a_newer_stagecrew(places):
 
 
 def test_leader_without_a_driver(places):
-    """Without a driver, `leader` says so, and how to start one. The exit code is 1."""
+    """If no driver leads, `leader` says so and has exit code 1."""
     outcome = run("leader")
     assert (outcome.exit_code, "no driver leads" in outcome.output) == (1, True)
     assert run("leader", "--json").output == "null\n"
@@ -423,7 +427,7 @@ def test_leader_without_a_driver(places):
 
 
 def test_doctor_checks_store_and_storage(places, monkeypatch):
-    """`doctor` reports whether store and storage can be used, and leaves nothing there."""
+    """`doctor` reports whether the store and the storage can be used, and leaves no files there."""
     from stagecrew import doctor
 
     found = {check.name: check for check in doctor.examine(None)}
@@ -438,24 +442,24 @@ def test_doctor_checks_store_and_storage(places, monkeypatch):
 
 
 def test_sweep(places):
-    """`sweep` deletes only states without a reference that are older than its grace period."""
+    """`sweep` deletes only unreferenced states that are older than its grace period."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     before = {path for path in (places / "state").rglob("*") if path.is_file()}
     [state] = [path for path in before if "spec" in str(path)]
-    state.with_name("orphan").write_bytes(b"left by one that died")
+    state.with_name("orphan").write_bytes(b"left by a dead process")
     assert json.loads(run("sweep", "--json").output)["removed"] == 0
     assert json.loads(run("sweep", "--json", "--grace", "0").output)["removed"] == 1
     assert {path for path in (places / "state").rglob("*") if path.is_file()} == before
-    with jobs() as known:
-        assert known.spec("one").target == "etl:load"
+    with stored_jobs() as jobs:
+        assert jobs.spec("one").target == "etl:load"
 
 
 def test_a_sweep_with_unreadable_records(places):
-    """`sweep` names unreadable records, and keeps the states beside them. The exit code is 1."""
+    """`sweep` names unreadable records, keeps all states that they could refer to, and has exit code 1."""
     for job in ("one", "two"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        known._store.transact(Replace("specs/one", b"no reference", known._store.read("specs/one").version))
+    with stored_jobs() as jobs:
+        jobs._store.transact(Replace("specs/one", b"no reference", jobs._store.read("specs/one").version))
     before = {path for path in (places / "state").rglob("*") if path.is_file()}
     outcome = run("sweep", "--grace", "0")
     assert (outcome.exit_code, "specs/one" in outcome.output) == (1, True), outcome.output
@@ -465,23 +469,24 @@ def test_a_sweep_with_unreadable_records(places):
     assert {path for path in (places / "state").rglob("*") if path.is_file()} == before
 
 
-def cleaned(job, ended_ago):
-    """Ends a job at this time as its run would, and cleans it as a leader would."""
+def submit_and_clean(job, ended_ago):
+    """Submits a job, ends it `ended_ago` seconds in the past as its run would, and cleans it as a leader would."""
     run("submit", "--id", job, "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        known._clock = lambda: time.time() - ended_ago
-        known.start_run(job, known.read(job), known.claim_version(job))
-        known.finish(job, known.read(job), JobState.SUCCEEDED, Result.of_value(job))
-        known.clean_up(job)
+    with stored_jobs() as jobs:
+        jobs._clock = lambda: time.time() - ended_ago
+        jobs.start_run(job, jobs.read(job), jobs.claim_version(job))
+        jobs.finish(job, jobs.read(job), JobState.SUCCEEDED, Result.of_value(job))
+        jobs.clean_up(job)
 
 
 def test_prune(places):
-    """`jobs --prune` removes clean jobs that ended before that age, with their results, and prints their number.
+    """`jobs --prune` removes clean jobs that ended longer ago than the given age, with their results, and prints their
+    number.
 
     It never removes another job, and a removed id can be submitted again.
     """
     for job, ended_ago in (("old", 40 * 86400), ("older", 50 * 86400), ("young", 20 * 86400)):
-        cleaned(job, ended_ago)
+        submit_and_clean(job, ended_ago)
     run("submit", "--id", "open", "--arg", "day=1", "etl:load")
     run("submit", "--id", "unclean", "--arg", "day=1", "etl:load")
     end("unclean", Result.of_value(7))
@@ -499,34 +504,35 @@ def test_prune(places):
     assert run("jobs", "--prune", "12h").output == "1 job removed\n"
     assert json.loads(run("jobs", "--json", "--prune", "0s").output) == {"removed": 0, "failed": {}}
     assert run("submit", "--id", "old", "--arg", "day=2", "etl:load").output == "old\n"
-    with jobs() as known:
-        assert known.open_names() == ["old", "open", "unclean"]
-        assert known.result("unclean").value() == 7
+    with stored_jobs() as jobs:
+        assert jobs.open_names() == ["old", "open", "unclean"]
+        assert jobs.result("unclean").value() == 7
 
 
 def test_a_prune_that_cannot_remove_a_job(places):
-    """`jobs --prune` names each old job that it could not remove, and removes the others. The exit code is 1."""
+    """`jobs --prune` removes all old jobs that it can, names each one that it cannot remove, and then has exit code
+    1."""
     for job in ("bad", "good"):
-        cleaned(job, 40 * 86400)
-    with jobs() as known:
-        known._store.transact(Replace("jobs/bad", b"not a record", known._store.read("jobs/bad").version))
+        submit_and_clean(job, 40 * 86400)
+    with stored_jobs() as jobs:
+        jobs._store.transact(Replace("jobs/bad", b"not a record", jobs._store.read("jobs/bad").version))
     outcome = run("jobs", "--prune", "30d")
     assert outcome.exit_code == 1
     assert outcome.output.splitlines()[0] == "1 job removed"
     assert "job 'bad': its record cannot be read" in outcome.output.splitlines()[1]
     outcome = run("jobs", "--json", "--prune", "30d")
     assert (outcome.exit_code, list(json.loads(outcome.output)["failed"])) == (1, ["bad"])
-    with jobs() as known:
-        assert known.names() == ["bad"]
+    with stored_jobs() as jobs:
+        assert jobs.names() == ["bad"]
 
 
 def test_the_option_keep_of_a_driver(places, monkeypatch):
-    """`driver --keep` sets the age at which a leader removes ended jobs. Without it, a leader keeps all of them."""
-    environment = []
+    """`driver --keep` sets the age at which a leader removes ended jobs. Without it, a leader keeps all ended jobs."""
+    keep_arguments = []
 
     class Started:
         def __init__(self, *arguments):
-            environment.append(arguments[-1])
+            keep_arguments.append(arguments[-1])
 
         def close(self):
             return True
@@ -536,7 +542,7 @@ def test_the_option_keep_of_a_driver(places, monkeypatch):
     for words in ((), ("--keep", "90d"), ("--keep", "12h")):
         outcome = run("driver", "--work", "work", *words)
         assert outcome.exit_code == 0, outcome.output
-    assert environment == [None, 90 * 86400.0, 12 * 3600.0]
+    assert keep_arguments == [None, 90 * 86400.0, 12 * 3600.0]
 
 
 @pytest.mark.parametrize(
@@ -574,16 +580,16 @@ def test_the_option_keep_of_a_driver(places, monkeypatch):
     ],
 )
 def test_bad_input(places, arguments, code, text):
-    """Each wrong call gives one line that says what to write, and an exit code. Nothing is stored."""
+    """A wrong call prints a message that says what to write, has the expected exit code, and stores nothing."""
     outcome = run(*arguments)
     assert (outcome.exit_code, text in outcome.stderr) == (code, True), outcome.output + outcome.stderr
     assert "Traceback" not in outcome.stderr
-    with jobs() as known:
-        assert known.names() == []
+    with stored_jobs() as jobs:
+        assert jobs.names() == []
 
 
 def test_without_a_store(monkeypatch):
-    """Without a store, the message names the option and the variable."""
+    """Without a store, `jobs` has exit code 2 and names the option."""
     monkeypatch.delenv("STAGECREW_STORE", raising=False)
     monkeypatch.delenv("STAGECREW_STATE", raising=False)
     outcome = run("jobs")
@@ -591,10 +597,10 @@ def test_without_a_store(monkeypatch):
 
 
 def test_the_api_sees_the_same_jobs(places):
-    """The Python API and the commands see the same jobs."""
+    """The Python API shows the jobs that the commands submitted."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
-    with jobs() as known:
-        assert isinstance(known, Jobs)
-        assert known.result("one") is None
-        records, unreadable = known.all()
+    with stored_jobs() as jobs:
+        assert isinstance(jobs, Jobs)
+        assert jobs.result("one") is None
+        records, unreadable = jobs.all()
         assert (list(records), unreadable) == (["one"], {})

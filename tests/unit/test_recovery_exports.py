@@ -14,7 +14,8 @@ from stagecrew import recovery
 
 
 def test_public_names_are_sorted_documented_and_the_same_as_at_the_root():
-    """Each name can be imported, has a docstring, and `dir` lists exactly these names."""
+    """Each public name can be imported and has a docstring. `dir` lists exactly these names. A name that the root also
+    exports is the same object there."""
     assert recovery.__all__ == sorted(recovery.__all__)
     assert dir(recovery) == recovery.__all__
     assert set(recovery._LAZY) == set(recovery.__all__)
@@ -25,13 +26,13 @@ def test_public_names_are_sorted_documented_and_the_same_as_at_the_root():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    """It names the module, as that of any module does."""
+    """An unknown name raises the same AttributeError as that of any module."""
     with pytest.raises(AttributeError, match="module 'stagecrew.recovery' has no attribute 'nonsense'"):
         recovery.nonsense  # noqa: B018
 
 
 def test_importing_the_package_is_light():
-    """It loads neither PySpark nor pyarrow, and starts no thread."""
+    """Importing the package loads neither PySpark nor pyarrow nor another heavy library, and starts no thread."""
     code = (
         "import json, sys, threading, stagecrew.recovery\n"
         "heavy = {'pyspark', 'pyarrow', 'kazoo', 'tenacity', 'click'}\n"

@@ -1,4 +1,4 @@
-"""Names in `spark.stagecrew.listeners` are imported on the driver when the session starts."""
+"""The names in `spark.stagecrew.listeners` are imported on the driver when the session starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import stagecrew
 
 class Pool(stagecrew.Listener): pass
 
-class Of:
+class Holder:
     inner = Pool()
 
 @stagecrew.resource
@@ -40,14 +40,14 @@ def _modules(tmp_path, monkeypatch):
 
 
 def test_importable_names(caplog):
-    """Instances, classes and resources without arguments, separated by commas."""
-    import_named("named_pools:Of.inner, named_pools:Pool,named_pools:orders ,, ")
+    """The configured names, separated by commas, can refer to instances, classes and resources without arguments."""
+    import_named("named_pools:Holder.inner, named_pools:Pool,named_pools:orders ,, ")
     import_named("")
     assert caplog.records == []
 
 
 def test_a_missing_module_is_a_warning(caplog):
-    """A missing module may exist only on the executors, so the driver logs a warning that names it."""
+    """A missing module is only a warning that names it, because the module could exist on the executors alone."""
     import_named("no_such_module_here:pool,named_pools:orders,no_such_package.inner:pool")
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     first, second = (record.getMessage() for record in caplog.records)
@@ -68,7 +68,8 @@ def test_a_missing_module_is_a_warning(caplog):
     ],
 )
 def test_any_other_problem_fails_the_start(target, why):
-    """A missing attribute, an exception during the import, and an object that is not a listener."""
+    """A missing attribute, an exception during the import, or an object that is not a listener fails the start of the
+    session."""
     with pytest.raises(stagecrew.errors.ListenerError) as raised:
         import_named(f"named_pools:orders,{target}")
     assert str(raised.value).startswith(f"{target!r} in spark.stagecrew.listeners")

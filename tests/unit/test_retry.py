@@ -18,7 +18,7 @@ from stagecrew.errors import (
 from stagecrew.recovery import retry
 
 
-class Time:
+class FakeTime:
     """A clock that only `sleep` advances."""
 
     def __init__(self):
@@ -33,7 +33,7 @@ class Time:
 
 
 class Operation:
-    """An operation that raises these errors in turn, then returns 7."""
+    """An operation that raises the given errors in turn, and then returns 7."""
 
     def __init__(self, *errors):
         self.errors, self.calls = list(errors), 0
@@ -47,74 +47,76 @@ class Operation:
 
 @pytest.fixture
 def time():
-    return Time()
+    return FakeTime()
 
 
 @pytest.fixture(autouse=True)
 def pause(monkeypatch):
-    """Other test modules set the pause to 0."""
+    """Sets the pause that these tests expect, because other test modules set it to 0."""
     monkeypatch.setattr(retry, "_PAUSE", 2.0)
 
 
-def until(operation, timeout, time):
+def retry_until(operation, timeout, time):
     return retry.retry_until(operation, "the test waits", timeout, clock=time.clock, sleep=time.sleep)
 
 
 def test_an_unavailable_store_is_retried_every_two_seconds(time, caplog):
-    """Each pause is logged with the work that waits."""
+    """While a store is unavailable, its operation is retried every two seconds. Each pause is logged with the
+    description of the waiting work."""
     operation = Operation(*[StoreUnavailable("away")] * 3)
-    assert until(operation, 600.0, time) == 7
+    assert retry_until(operation, 600.0, time) == 7
     assert (operation.calls, time.pauses) == (4, [2.0, 2.0, 2.0])
     assert [record.getMessage() for record in caplog.records] == ["the test waits: away"] * 3
 
 
 def test_the_last_error_is_raised_at_the_deadline(time):
-    """The try that starts at the deadline or just before it is the last one."""
+    """The first try that ends at the deadline or later is the last one, and its error is raised."""
     operation = Operation(*[StateStorageError(str(number)) for number in range(100)])
     with pytest.raises(StateStorageError, match=r"^3$"):
-        until(operation, 5.0, time)
+        retry_until(operation, 5.0, time)
     assert time.now == 6.0
 
 
 def test_an_unknown_outcome_is_repeated_three_times_without_a_pause(time):
-    """A timeout of 0 allows these repetitions and nothing else."""
+    """An operation with an unknown outcome is tried three times without a pause, even with a timeout of 0."""
     operation = Operation(*[PossiblyInconsistentError("lost")] * 2)
-    assert until(operation, 0.0, time) == 7
+    assert retry_until(operation, 0.0, time) == 7
     assert time.pauses == []
     operation = Operation(*[PossiblyInconsistentError("lost")] * 5)
     with pytest.raises(PossiblyInconsistentError, match=r"^lost$"):
-        until(operation, 0.0, time)
+        retry_until(operation, 0.0, time)
     assert (operation.calls, time.pauses) == (3, [])
     operation = Operation(*[PossiblyInconsistentError("lost")] * 5)
-    assert until(operation, 60.0, time) == 7
+    assert retry_until(operation, 60.0, time) == 7
     assert time.pauses == [2.0]
 
 
 def test_an_outcome_stays_unknown_after_a_definite_error(time):
-    """A later try that was not applied says nothing about an earlier one; both messages are shown."""
+    """If an outcome was unknown and a later try was certainly not applied, the outcome stays unknown. The error
+    contains both messages."""
     operation = Operation(PossiblyInconsistentError("lost"), StoreUnavailable("away"))
     with pytest.raises(PossiblyInconsistentError, match="lost; then: away"):
-        until(operation, 0.0, time)
+        retry_until(operation, 0.0, time)
 
 
 @pytest.mark.parametrize("error", [StateCorrupt("cut short"), StoreConflict("a"), JobError("b"), KeyError("c")])
 def test_other_errors_are_raised_at_once(time, error):
-    """Neither corrupt state nor a conflict nor any unexpected error is retried."""
+    """A corrupt state, a conflict or any unexpected error is raised without another try."""
     operation = Operation(error)
     with pytest.raises(type(error)) as raised:
-        until(operation, 600.0, time)
+        retry_until(operation, 600.0, time)
     assert raised.value is error
     assert operation.calls == 1
 
 
 def test_an_interrupt_ends_the_retries(time):
-    """KeyboardInterrupt in an operation or in a pause is raised at once."""
+    """A KeyboardInterrupt in an operation or in a pause is raised immediately."""
 
     def interrupted(seconds):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        until(Operation(KeyboardInterrupt()), 600.0, time)
+        retry_until(Operation(KeyboardInterrupt()), 600.0, time)
     operation = Operation(StoreUnavailable("away"))
     with pytest.raises(KeyboardInterrupt):
         retry.retry_until(operation, "the test waits", 600.0, clock=time.clock, sleep=interrupted)
@@ -122,7 +124,8 @@ def test_an_interrupt_ends_the_retries(time):
 
 
 def test_rounds_are_repeated_while_all_errors_are_transient(time):
-    """The round that starts after the deadline is the last one, and knows it."""
+    """Rounds are repeated while all their errors are transient. A round that starts after the deadline is the last one,
+    and `last` is true for it. Any other error ends the rounds and is raised."""
     rounds = []
 
     def work(last):
@@ -147,15 +150,15 @@ def test_rounds_are_repeated_while_all_errors_are_transient(time):
 
 
 def test_an_error_with_a_corrupt_cause_is_not_transient():
-    """A commit whose record is corrupt cannot be read later either."""
+    """An error caused by a corrupt state is not transient, because a corrupt record cannot be read later either."""
     error = CommitPending("its record cannot be read")
     assert retry.is_transient(error)
     error.__cause__ = StateCorrupt("cut short")
     assert not retry.is_transient(error)
 
 
-def test_conflicts_are_retried_at_once_and_not_for_ever(time):
-    """The number of tries and the deadline both end the retries."""
+def test_conflicts_are_retried_at_once_and_not_forever(time):
+    """Conflicts are retried without a pause, until the number of tries or the deadline is reached."""
     operation = Operation(*[StoreConflict("a")] * 4)
     assert retry.retry_on(operation, StoreConflict, tries=5) == 7
     with pytest.raises(StoreConflict):
@@ -168,7 +171,7 @@ def test_conflicts_are_retried_at_once_and_not_for_ever(time):
 
 
 def test_an_operation_is_repeated_while_it_returns_none():
-    """The last result is None if no try gave another one."""
+    """An operation is repeated while it returns None. If every try returns None, the result is None."""
     results = iter([None, None, 3, 4])
     assert retry.retry_if_none(lambda: next(results), 5) == 3
     calls = []
@@ -177,7 +180,8 @@ def test_an_operation_is_repeated_while_it_returns_none():
 
 
 def test_a_campaign_backs_off_until_the_store_responds(time):
-    """The pauses double from 0.1 s to at most 5 s. A candidate that closes does not campaign again."""
+    """The pauses between campaigns double from 0.1 s to at most 5 s. A candidate that is closing does not campaign
+    again."""
     results = iter([False] * 8 + [True])
     retry.campaign_backoff(lambda: next(results), lambda: False, time.sleep)
     assert time.pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])

@@ -1,4 +1,4 @@
-"""The process that runs a job: how a driver launches it, when its watchdog ends it, and how it exits."""
+"""The process that runs a job: how a driver launches it, when its watchdog terminates it, and how it exits."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ from support.model_store import ModelServer
 
 
 class MonitoredRun:
-    """A run with a watchdog, in term 1 and with a claim of version 2. The test advances the clock `now`."""
+    """A run in term 1 with a claim of version 2, and its watchdog. The test advances the clock `now`."""
 
     def __init__(self, timeout=None):
         self.server = ModelServer()
@@ -84,7 +84,7 @@ def test_a_run_ends_when_it_loses_its_leader_claim_or_session(change, reason):
 
 
 def test_a_run_ends_when_its_store_does_not_respond(monkeypatch):
-    """A run ends 2/3 of the session timeout after the last response, because another driver may soon lead.
+    """A run ends 2/3 of the session timeout after the store's last response, because another driver could soon lead.
 
     If the store has no session timeout, the run continues.
     """
@@ -104,7 +104,8 @@ def test_a_run_ends_when_its_store_does_not_respond(monkeypatch):
 
 
 def test_a_run_ends_when_a_read_of_the_store_hangs():
-    """The run notices this by its own clock. It also ends when a read raises an unexpected error."""
+    """A run whose read of the store hangs ends by its own clock. It also ends when a read raises an unexpected
+    error."""
     run = MonitoredRun(9.0)
     run.now = 6.1
     assert "has not responded" in run.watchdog.check_silence()
@@ -112,7 +113,7 @@ def test_a_run_ends_when_a_read_of_the_store_hangs():
 
 
 def test_a_run_ends_when_its_jvm_has_ended(monkeypatch):
-    """A run ends when its parent process is gone, because the Python process survives a SIGKILL of its JVM."""
+    """A run ends when its parent process, the JVM, is gone. (A Python process survives the SIGKILL of its JVM.)"""
     run = MonitoredRun()
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert "started it has ended" in run.watchdog.check()
@@ -141,11 +142,11 @@ def fail_with_unknown_outcome(folder):
 
 
 def execute_run(tmp_path, function, stack, processes=1):
-    """Starts processes for one run, without Spark, and waits until they end.
+    """Starts processes for one run, without Spark, and waits until they exit.
 
     The test's process is the leader until `stack` closes.
 
-    Returns the ended processes (or the only one) and the jobs.
+    Returns the processes (or the process, if there is only one) and the jobs.
     """
     (tmp_path / "run_jobs.py").write_text(MODULE)
     (tmp_path / "state").mkdir()
@@ -181,7 +182,8 @@ def execute_run(tmp_path, function, stack, processes=1):
 
 
 def test_a_run_is_not_monitored_after_its_job_has_ended(tmp_path):
-    """Its exit hooks run, even if its session has expired, and it does not exit as lost."""
+    """When the job has ended, its process runs its exit hooks even after its session has expired, and does not exit as
+    lost."""
     with contextlib.ExitStack() as stack:
         ended, jobs = execute_run(tmp_path, "return_7", stack)
         assert (ended.returncode, "this run ends" in ended.stderr) == (0, False), ended.stderr
@@ -190,9 +192,10 @@ def test_a_run_is_not_monitored_after_its_job_has_ended(tmp_path):
 
 
 def test_a_lost_run_exits_at_once(tmp_path):
-    """The outcome of the job is unknown. The process logs why it ends and exits, although threads of the job still run.
+    """If the outcome of a job is unknown, its process logs why and exits, although threads of the job are still
+    running.
 
-    The job stays in state "running", so it may run again.
+    The job stays in the state "running", so it can run again.
     """
     with contextlib.ExitStack() as stack:
         ended, jobs = execute_run(tmp_path, "fail_with_unknown_outcome", stack)
@@ -203,7 +206,8 @@ def test_a_lost_run_exits_at_once(tmp_path):
 
 
 def test_only_one_process_of_a_run_executes_the_job(tmp_path):
-    """Three processes are started for one run. One executes the job, and the others end before they run its code."""
+    """If three processes are started for one run, one executes the job, and the others exit before they run its
+    code."""
     with contextlib.ExitStack() as stack:
         ended, jobs = execute_run(tmp_path, "append_line", stack, processes=3)
         assert sorted(process.returncode for process in ended) == [0, EXIT_LOST, EXIT_LOST], ended
@@ -213,14 +217,15 @@ def test_only_one_process_of_a_run_executes_the_job(tmp_path):
 
 
 def test_a_process_exits_although_its_threads_do_not_end():
-    """After its job has ended, a run does not wait forever for threads that the job started."""
+    """A process whose job has ended does not wait forever for threads that the job started."""
     code = "import threading, time\nfrom stagecrew.recovery.run.exits import exit_within\nexit_within(0.3, 7)\n"
     code += "threading.Thread(target=time.sleep, args=(600,)).start()"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 7
 
 
 def test_a_lost_run_exits_although_its_last_actions_fail_or_hang(tmp_path):
-    """The disk for the output is full, and a file operation hangs. The session is closed nevertheless."""
+    """A lost run does its remaining actions and exits, even if the disk for its output is full and another action
+    hangs."""
     code = "import sys, time, pathlib\nfrom stagecrew.recovery.run import exits\nexits._LAST_ACTIONS_TIMEOUT = 1.0\n"
     code += "exits.exit_as_lost(lambda: print('why', file=sys.stderr, flush=True), lambda: time.sleep(600), "
     code += f"pathlib.Path({str(tmp_path / 'closed')!r}).touch)"
@@ -230,7 +235,7 @@ def test_a_lost_run_exits_although_its_last_actions_fail_or_hang(tmp_path):
 
 
 def test_a_stopped_watchdog_does_not_end_the_run():
-    """If the watchdog finds a reason after it was stopped, the run continues. Before that, the run ends."""
+    """A watchdog that finds a reason to end the run ends it, unless the watchdog was stopped before."""
     for stopped in (False, True):
         run, reasons = MonitoredRun(), []
         run.watchdog._end = reasons.append
@@ -242,7 +247,7 @@ def test_a_stopped_watchdog_does_not_end_the_run():
 
 
 def test_secrets_are_passed_to_spark_in_a_file(tmp_path, monkeypatch):
-    """The configuration of a job is not on the command line. It is in a file that only this user can read.
+    """The configuration of a job is passed to Spark in a file that only this user can read, not on the command line.
 
     The file is deleted when the run has ended.
     """
@@ -279,7 +284,7 @@ def test_secrets_are_passed_to_spark_in_a_file(tmp_path, monkeypatch):
 
 
 def test_a_job_keeps_its_own_plugins():
-    """The launcher adds the plugin and the jar of stagecrew to those of the job."""
+    """The launcher adds stagecrew's plugin and jar to the job's own plugins and jars."""
     properties = launcher_module._properties(JobSpec("a.py", (), {"spark.plugins": "x.Y", "spark.jars": "/x.jar"}))
     assert properties["spark.plugins"] == "x.Y,stagecrew.StagecrewPlugin"
     assert properties["spark.jars"].startswith("/x.jar,")
@@ -287,7 +292,7 @@ def test_a_job_keeps_its_own_plugins():
 
 
 def test_an_invalid_work_folder_or_spark_home_is_an_error(tmp_path, monkeypatch):
-    """The error of an invalid work folder names the folder, and no files are left."""
+    """An invalid work folder or SPARK_HOME raises an error that names the problem, and leaves no files."""
     (tmp_path / "work").write_text("a file")
     launcher = Launcher("sqlite:///x", "/y", tmp_path / "work")
     with pytest.raises(JobError, match="cannot be written into"):
@@ -303,21 +308,21 @@ def test_an_invalid_work_folder_or_spark_home_is_an_error(tmp_path, monkeypatch)
 
 
 def test_files_of_killed_runs_are_deleted(tmp_path, monkeypatch):
-    """A run was killed together with its driver. Its files, but not its logs, are deleted when the job runs again in
-    this work folder."""
+    """If a run was killed together with its driver, its files (but not its logs) are deleted when the job next runs in
+    the same work folder."""
     monkeypatch.setattr(launcher_module, "found_spark_submit", lambda: "spark-submit")
     launcher = Launcher("sqlite:///x", "/y", tmp_path)
     [first, other] = [launcher.prepare(JobSpec("a.py"), job) for job in ("job", "other")]
     (first.parent / "run-1.log").touch()
     again = launcher.prepare(JobSpec("a.py"), "job")
     assert sorted(first.parent.iterdir()) == sorted([again, first.parent / "run-1.log"])
-    Launcher("sqlite:///z", "/y", tmp_path).prepare(JobSpec("a.py"), "job")  # of another store
+    Launcher("sqlite:///z", "/y", tmp_path).prepare(JobSpec("a.py"), "job")  # this launcher has another store
     assert again.exists()
     assert other.exists()
 
 
 def test_infrastructure_errors_do_not_fail_the_job():
-    """A job does not fail if it raises or wraps an error about an unavailable store or an unknown commit."""
+    """A job is lost, not failed, if it raises or wraps an error about an unavailable store or an unknown commit."""
 
     def wrapped(inner):
         try:
@@ -333,7 +338,7 @@ def test_infrastructure_errors_do_not_fail_the_job():
     assert infrastructure_error(wrapped(ValueError("an error of the job"))) is None
     errors = [ValueError("an error of the job"), StoreUnavailable("the store is down")]
     assert "store is down" in infrastructure_error(ExceptionGroup("two errors", errors))
-    # Spark's text for an error in foreachBatch. tests/spark/test_commits.py has a real one.
+    # Spark's text for an error in foreachBatch. tests/spark/test_commits.py tests this with a real error.
     for text, message in (
         (
             "Return Message: Traceback:\n  raise E\nstagecrew.errors.CommitPending: it waits\n SQLSTATE: 39000",
@@ -350,7 +355,7 @@ def test_infrastructure_errors_do_not_fail_the_job():
 
 
 class SettableState(Coordinator):
-    """Returns the state that the test sets (valid, invalid or a future), or declines."""
+    """Returns the state that the test sets (valid, invalid or a future), or raises it if it is an exception."""
 
     state = None
 
@@ -370,10 +375,10 @@ def checkpoint_error(harness, **arguments):
 
 
 def test_a_late_checkpoint_does_not_fail_the_job():
-    """If a coordinator is slow, or no executor acknowledges an event, the run is lost and the job runs again.
+    """If a checkpoint is late because of a slow coordinator or an unacknowledged event, the run is lost, not the job.
 
-    If a coordinator declines or returns an invalid state, or a checkpoint id is not larger than the last one, the job
-    fails.
+    The job fails if a coordinator declines or returns an invalid state, or if a checkpoint id is not larger than the
+    last one.
     """
     with CoordinatorHarness(SettableState) as harness:
         harness.coordinator.state = Future()
@@ -402,7 +407,7 @@ def test_a_late_checkpoint_does_not_fail_the_job():
 
 
 def test_a_run_continues_after_it_renews_its_claim():
-    """Writes with the earlier claim are refused."""
+    """After a run has renewed its claim, it continues, and writes with the earlier claim are refused."""
     run = MonitoredRun()
     jobs_with_old_claim = run.claimed.jobs
     run.claimed.renew()

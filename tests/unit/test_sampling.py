@@ -1,4 +1,4 @@
-"""Samples of Python processes: right figures, a low price, no delay of a fork, and nothing that a worker inherits."""
+"""Samples of Python processes are correct and cheap, never delay a fork, and leave nothing for a worker to inherit."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from stagecrew.worker.sampling import DaemonSampler, Sampler, configured, instal
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
 
-BUSY = "import time\nwhile time.process_time() < 1.5: pass\nprint('rests', flush=True)\ntime.sleep(60)"
+BUSY_THEN_IDLE = "import time\nwhile time.process_time() < 1.5: pass\nprint('idle', flush=True)\ntime.sleep(60)"
+#: Linux assigns no pid this high.
+NO_SUCH_PID = 1 << 22
 
 
 @pytest.fixture
-def resting() -> Iterator[int]:
-    """A process that used 1.5 s of CPU time, and rests now."""
-    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE) as process:
+def idle() -> Iterator[int]:
+    """The pid of a process that has used 1.5 s of CPU time and is now idle."""
+    with subprocess.Popen([sys.executable, "-c", BUSY_THEN_IDLE], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"rests\n"
+        assert process.stdout.readline() == b"idle\n"
         yield process.pid
         process.kill()
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """A channel as an executor has it: its place file, and the frames that arrive."""
+    """A fake executor channel: the path of its connection file (`channel.json`), and the frames that arrive."""
     listening = socket.create_server(("127.0.0.1", 0))
     place = tmp_path / "channel.json"
     place.write_text(
@@ -63,28 +65,28 @@ def ps(pid: int, column: str) -> int:
     return int(subprocess.run(["ps", "-o", f"{column}=", "-p", str(pid)], capture_output=True, check=True).stdout)
 
 
-def test_the_figures_are_those_of_ps(resting: int) -> None:
-    """Memory within 10 % and CPU seconds within 1 s of what `ps` says of a process at rest."""
+def test_samples_agree_with_ps(idle: int) -> None:
+    """The sampled memory is within 10 % and the CPU seconds within 1 s of what `ps` reports for an idle process."""
     times = iter([100.0, 102.0])
     sampler = Sampler("worker", clock=lambda: next(times))
     assert sampler.problem == ""
-    first, second = sampler.sample(resting), sampler.sample(resting)
+    first, second = sampler.sample(idle), sampler.sample(idle)
     assert first is not None
     assert second is not None
     (figures,) = first["samples"]
-    assert figures["rss"] == pytest.approx(ps(resting, "rss") * 1024, rel=0.1)
-    assert figures["threads"] == ps(resting, "nlwp") == 1
+    assert figures["rss"] == pytest.approx(ps(idle, "rss") * 1024, rel=0.1)
+    assert figures["threads"] == ps(idle, "nlwp") == 1
     assert figures["files"] >= 3
-    assert sampler._known[resting][2] == pytest.approx(ps(resting, "cputimes"), abs=1.0)
-    assert sampler._known[resting][2] >= 1.4
-    assert abs(first["started"] / 1000 - (time.time() - ps(resting, "etimes"))) < 2.5
-    assert figures["cpu"] > 0  # since it started
-    assert second["samples"][0]["cpu"] == 0  # since the sample before
-    assert (first["pid"], first["role"]) == (resting, "worker")
+    assert sampler._known[idle][2] == pytest.approx(ps(idle, "cputimes"), abs=1.0)
+    assert sampler._known[idle][2] >= 1.4
+    assert abs(first["started"] / 1000 - (time.time() - ps(idle, "etimes"))) < 2.5
+    assert figures["cpu"] > 0  # average since the process started
+    assert second["samples"][0]["cpu"] == 0  # average since the previous sample
+    assert (first["pid"], first["role"]) == (idle, "worker")
 
 
 def test_a_process_that_samples_itself_does_not_count_the_sample() -> None:
-    """The file descriptor that lists the others is not one of them."""
+    """The descriptor that is open only while the sample counts the open files is not counted."""
     sampler = Sampler("agent")
     assert sampler.problem == ""
     descriptors = []
@@ -97,23 +99,26 @@ def test_a_process_that_samples_itself_does_not_count_the_sample() -> None:
     assert sample["samples"][0]["files"] == len(descriptors)
 
 
-def test_a_process_that_has_ended_has_no_sample(resting: int) -> None:
-    """It is noticed at the next sample, and forgotten."""
+def test_a_process_that_has_ended_has_no_sample(idle: int) -> None:
+    """The sampler has no sample of a process that does not exist, and forgets a process that has ended."""
     sampler = Sampler("worker")
     assert sampler.problem == ""
-    assert sampler.sample(resting) is not None
-    os.kill(resting, 9)
-    os.waitid(os.P_PID, resting, os.WEXITED | os.WNOWAIT)
-    assert sampler.sample(1 << 22) is None
-    assert list(sampler._known) == [resting]
+    assert sampler.sample(idle) is not None
+    assert sampler.sample(NO_SUCH_PID) is None
+    assert list(sampler._known) == [idle]
+    os.kill(idle, 9)
+    os.waitpid(idle, 0)
+    assert sampler.sample(idle) is None
+    assert list(sampler._known) == []
 
 
-def test_a_round_costs_at_most_a_thousandth_of_a_core(server: SimpleNamespace, resting: int) -> None:
-    """Ten workers take less than 10 ms of CPU time per round, which is 0.1 % of a core at the default period of 10 s."""
+def test_a_round_costs_at_most_a_thousandth_of_a_core(server: SimpleNamespace, idle: int) -> None:
+    """Ten workers take less than 10 ms of CPU time per round, which is 0.1 % of a core at the default period of 10
+    s."""
     sampler = DaemonSampler(0.0, server.place)
     sampler._workers = dict.fromkeys(range(10))
     real = sampler._sampler.sample
-    sampler._sampler.sample = lambda _pid: real(resting)  # type: ignore[method-assign]
+    sampler._sampler.sample = lambda _pid: real(idle)  # type: ignore[method-assign]
     sampler.run(lambda: False)  # imports psutil, connects
     before, rounds = time.process_time(), 20
     for _ in range(rounds):
@@ -123,20 +128,20 @@ def test_a_round_costs_at_most_a_thousandth_of_a_core(server: SimpleNamespace, r
     sampler.close()
 
 
-def test_the_daemon_says_who_it_is_and_sends_its_workers(server: SimpleNamespace, resting: int) -> None:
-    """The first frame is HELLO with the token and the role, then one frame per round."""
+def test_the_daemon_identifies_itself_and_sends_samples_of_its_workers(server: SimpleNamespace, idle: int) -> None:
+    """The daemon first sends HELLO with its token and its role, and then one frame per round."""
     sampler = DaemonSampler(0.0, server.place)
-    sampler._workers = {resting: None, 1 << 22: None}
+    sampler._workers = {idle: None, NO_SUCH_PID: None}
     sampler.run(lambda: False)
     hello, samples = server.frames()
     assert (hello.kind, hello["token"], hello["role"], hello["pid"]) == ("HELLO", "t", "sampler", os.getpid())
-    assert [one["pid"] for one in json.loads(samples["body"])["processes"]] == [resting]
-    assert list(sampler._workers) == [resting]
+    assert [process["pid"] for process in json.loads(samples["body"])["processes"]] == [idle]
+    assert list(sampler._workers) == [idle]
     sampler.close()
 
 
-def test_a_requested_worker_interrupts_a_round(server: SimpleNamespace, resting: int) -> None:
-    """After each process the sampler looks for requests; the round goes on at the next wake."""
+def test_a_request_for_a_worker_interrupts_a_round(server: SimpleNamespace, idle: int) -> None:
+    """After each process, the sampler checks for requests. The round continues when the loop next wakes."""
     sampler = DaemonSampler(0.0, server.place)
     sampler._workers = dict.fromkeys(range(3))
     sampled: list[int] = []
@@ -149,7 +154,7 @@ def test_a_requested_worker_interrupts_a_round(server: SimpleNamespace, resting:
 
 
 def test_the_loop_waits_no_longer_than_until_the_next_sample(server: SimpleNamespace) -> None:
-    """And as long as it asked for when nothing is due."""
+    """The daemon's loop waits only until the next sample is due, or as long as it requested if that is shorter."""
     now = 0.0
     sampler = DaemonSampler(10.0, server.place, clock=lambda: now)
     poll = sampler.poll()
@@ -161,7 +166,7 @@ def test_the_loop_waits_no_longer_than_until_the_next_sample(server: SimpleNames
     assert poll.poll(1000) == []
     os.write(writing, b"x")
     now = 2.0
-    assert poll.poll(1000) == [(reading, select.POLLIN)]  # a request comes first
+    assert poll.poll(1000) == [(reading, select.POLLIN)]  # a request takes precedence over a sample
     assert sampler._connection is not None
     assert sampler._connection._socket is None
     poll.unregister(reading)
@@ -171,23 +176,23 @@ def test_the_loop_waits_no_longer_than_until_the_next_sample(server: SimpleNames
 
 
 def test_an_executor_that_does_not_read_delays_nothing(server: SimpleNamespace) -> None:
-    """What cannot be written waits, and no further samples are taken meanwhile."""
+    """Bytes that cannot be written are kept, and no samples are taken until they have been written."""
     sampler = DaemonSampler(0.0, server.place)
     sampler._workers = {os.getpid(): None}
     sampler._sampler.frame = lambda _processes: b"x" * (1 << 24)  # type: ignore[method-assign]
     sampler.run(lambda: False)
     assert sampler._connection is not None
-    waiting = len(sampler._connection._unsent)
-    assert waiting > 0
+    unsent_bytes = len(sampler._connection._unsent)
+    assert unsent_bytes > 0
     began = time.monotonic()
     sampler.run(lambda: False)
     assert time.monotonic() - began < 0.5
-    assert len(sampler._connection._unsent) <= waiting
+    assert len(sampler._connection._unsent) <= unsent_bytes
     sampler.close()
 
 
 def test_sampling_ends_with_its_executor(server: SimpleNamespace, tmp_path: Path) -> None:
-    """When the executor closes the channel, and when there is none."""
+    """Sampling ends when the executor closes the channel, or if there is no channel file."""
     sampler = DaemonSampler(0.0, server.place)
     sampler.run(lambda: False)
     server.frames()
@@ -202,16 +207,17 @@ def test_sampling_ends_with_its_executor(server: SimpleNamespace, tmp_path: Path
 
 
 def test_a_forked_worker_closes_the_connection(server: SimpleNamespace) -> None:
-    """The worker has no copy of it, and samples nothing; the daemon knows the worker."""
+    """The worker closes its copy of the connection and takes no samples. The daemon adds the worker to those that it
+    samples."""
     sampler = DaemonSampler(0.0, server.place)
     sampler.run(lambda: False)
     assert sampler._connection is not None
     assert sampler._connection._socket is not None
-    number = sampler._connection._socket.fileno()
+    descriptor = sampler._connection._socket.fileno()
     pid = sampler.fork()
     if not pid:
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
             os._exit(7 if sampler._connection is None else 1)
         os._exit(2)
@@ -222,15 +228,15 @@ def test_a_forked_worker_closes_the_connection(server: SimpleNamespace) -> None:
 
 
 def test_without_psutil_the_problem_is_sent_with_its_remedy(server: SimpleNamespace, monkeypatch: Any) -> None:
-    """The frame names the interpreter, and nothing is sampled."""
+    """Without psutil nothing is sampled, and the frame names the interpreter and says to install psutil."""
     monkeypatch.setitem(sys.modules, "psutil", None)
     sampler = DaemonSampler(0.0, server.place)
     sampler._workers = {os.getpid(): None}
     sampler.run(lambda: False)
-    (one,) = json.loads(server.frames()[1]["body"])["processes"]
-    assert (one["pid"], one["role"], one["samples"]) == (os.getpid(), "daemon", [{}])
-    assert sys.executable in one["problem"]
-    assert "Install psutil" in one["problem"]
+    (process,) = json.loads(server.frames()[1]["body"])["processes"]
+    assert (process["pid"], process["role"], process["samples"]) == (os.getpid(), "daemon", [{}])
+    assert sys.executable in process["problem"]
+    assert "Install psutil" in process["problem"]
     sampler.close()
 
 
@@ -243,35 +249,36 @@ assert daemon._sampler.sample(os.getpid())
 assert threading.active_count() == 1
 pid = daemon.fork()
 if not pid:
-    left = [name for name in sys.modules if name.partition(".")[0] == "psutil"]
+    leftover = [name for name in sys.modules if name.partition(".")[0] == "psutil"]
     import psutil  # the worker's own
-    right = not left and psutil is not daemon._sampler._psutil and psutil.Process().pid == os.getpid()
-    os._exit(7 if right else 1)
+    ok = not leftover and psutil is not daemon._sampler._psutil and psutil.Process().pid == os.getpid()
+    os._exit(7 if ok else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 assert daemon._sampler.sample(os.getpid())
 """
 
 
 def test_a_worker_imports_its_own_psutil() -> None:
-    """It does not inherit the daemon's; the import starts no thread before the fork."""
+    """A worker does not inherit the daemon's psutil. The daemon's import of psutil starts no thread."""
     subprocess.run([sys.executable, "-c", WORKER], check=True)
 
 
 def test_the_daemon_is_changed_only_when_the_executor_asks_for_samples(monkeypatch: Any) -> None:
-    """Its loop has `fork` and `poll` replaced then, and all else as before."""
+    """Only when samples are requested are `fork` and `poll` replaced in the daemon's loop. Everything else stays the
+    same."""
     import pyspark.daemon
 
-    loop: Any = pyspark.daemon
-    monkeypatch.setattr(loop, "os", loop.os)
-    monkeypatch.setattr(loop, "select", select)
+    daemon_module: Any = pyspark.daemon
+    monkeypatch.setattr(daemon_module, "os", daemon_module.os)
+    monkeypatch.setattr(daemon_module, "select", select)
     monkeypatch.delenv("STAGECREW_SAMPLING", raising=False)
     install()
     assert configured() is None
-    assert loop.select is select
+    assert daemon_module.select is select
     monkeypatch.setenv("STAGECREW_SAMPLING", "2.5 /a folder/channel.json")
     assert configured() == (2.5, "/a folder/channel.json")
     install()
-    assert loop.select.poll is not select.poll
-    assert loop.select.POLLIN == select.POLLIN
-    assert loop.os.fork is not os.fork
-    assert loop.os.getpid is os.getpid
+    assert daemon_module.select.poll is not select.poll
+    assert daemon_module.select.POLLIN == select.POLLIN
+    assert daemon_module.os.fork is not os.fork
+    assert daemon_module.os.getpid is os.getpid

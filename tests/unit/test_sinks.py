@@ -1,4 +1,4 @@
-"""Paths of sinks in any form, and the errors of sinks that cannot be used."""
+"""Sinks with paths in any form, and the errors of sinks that cannot be used."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def by_fsspec(protocol, **options):
 
 @pytest.fixture(params=["memory", "file", "dir", "arrow", "tree"])
 def store(request, tmp_path, monkeypatch):
-    """A file system, and the forms in which a path there can be written."""
+    """A file system, and several forms of one path in it."""
     monkeypatch.chdir(tmp_path)
     if request.param == "memory":
         yield by_fsspec("memory"), ["memory://m", "m", "/m", "m/", "/m//", "memory://m/", "memory:///m"]
@@ -55,13 +55,13 @@ def store(request, tmp_path, monkeypatch):
 
 
 def joined(path, name):
-    """Returns a folder of its own, with the same number of slashes after it."""
+    """Returns the folder `name` below a path, with the same trailing slashes as the path."""
     bare = path.rstrip("/")
     return f"{bare}/{name}{path[len(bare) :]}"
 
 
 def test_objects_by_any_path(store):
-    """A commit is found with any form of its path, and nothing else is stored."""
+    """The committed objects are found with any form of the sink's path."""
     filesystem, paths = store
     for path in paths:
         where = joined(path, str(paths.index(path)))
@@ -74,7 +74,7 @@ def test_objects_by_any_path(store):
 
 @pytest.mark.parametrize("mode", ["create", "append"])
 def test_folders_by_any_path(store, mode):
-    """A committed folder is found with any form of its path. A table with only staged files of others is empty."""
+    """A committed table is found with any form of its path, and contains no staged files."""
     filesystem, paths = store
     for path in paths:
         where = joined(path, str(paths.index(path)))
@@ -88,7 +88,7 @@ def test_folders_by_any_path(store, mode):
 
 
 def test_a_table_without_commits_by_any_path(store):
-    """Staged files of another driver do not determine a table's schema; committed files do."""
+    """Committed files determine a table's schema, and files that another driver only staged do not."""
     filesystem, paths = store
     for number, path in enumerate(paths):
         sink, tasks = ParquetSink(joined(path, f"_t{number}"), "append", filesystem), Tasks(1)
@@ -102,7 +102,7 @@ def test_a_table_without_commits_by_any_path(store):
 
 @pytest.mark.parametrize("make", [ObjectSink, ParquetSink, lambda path: ParquetSink(path, "append")])
 def test_a_relative_path_in_tasks(tmp_path, monkeypatch, make):
-    """A relative path refers to the folder of the process that created the sink, wherever its tasks run."""
+    """A sink's relative path refers to the working folder of the process that created the sink, wherever tasks run."""
     (tmp_path / "driver").mkdir()
     (tmp_path / "task").mkdir()
     monkeypatch.chdir(tmp_path / "driver")
@@ -120,7 +120,8 @@ def test_a_relative_path_in_tasks(tmp_path, monkeypatch, make):
 
 
 def test_a_relative_database_in_tasks(tmp_path, monkeypatch):
-    """A relative SQLite file is resolved in the same way. Tasks create no empty file in their own folder."""
+    """A relative SQLite path refers to the working folder of the process that created the sink. Tasks create no empty
+    file in their own folder."""
     for name in ("driver", "task"):
         (tmp_path / name).mkdir()
     trial = sqlite(tmp_path / "driver")
@@ -138,7 +139,8 @@ def test_a_relative_database_in_tasks(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("make", [ObjectSink, lambda path: ParquetSink(path, "append")], ids=["objects", "appended"])
 def test_a_driver_that_was_killed_in_an_empty_table(tmp_path, make):
-    """The error of a commit with another schema says which folder to delete, and when. Then the commit succeeds."""
+    """If a killed driver left an empty table, the error of a commit with another schema says which folder to delete,
+    and when. Once the folder is deleted, the commit succeeds."""
     dead = Staging("unfinished", "run", pa.schema([("other", pa.int64())]))
     make(tmp_path / "t").begin(dead)
     with pytest.raises(CommitFailed, match="commit 'unfinished', which is about to create") as raised:
@@ -150,7 +152,8 @@ def test_a_driver_that_was_killed_in_an_empty_table(tmp_path, make):
 
 
 def test_a_table_at_an_invalid_location(tmp_path):
-    """An Iceberg table whose location has a space: a stagecrew error says so before anything runs."""
+    """A commit to an Iceberg table whose location contains a space fails before any task runs, and the error names the
+    location."""
     (tmp_path / "a b").mkdir()
     trial = iceberg(tmp_path / "a b")
     with pytest.raises(CommitFailed, match="a b/warehouse/db/target/data/.* cannot be written: .*URI"):
@@ -160,7 +163,7 @@ def test_a_table_at_an_invalid_location(tmp_path):
 
 
 def test_a_table_named_with_its_schema(tmp_path):
-    """SQLite's main.target is the same as target."""
+    """A table name can include its schema: SQLite's `main.target` is the same table as `target`."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
     trial.make_sink = lambda: DatabaseSink(f"sqlite:///{tmp_path}/data.db", "main.target")
     assert trial.drive(Driver(), tasks).rows == 40
@@ -170,7 +173,7 @@ def test_a_table_named_with_its_schema(tmp_path):
 
 
 def unreferenced_metadata(trial):
-    """Returns the metadata files of an Iceberg table that no readable file refers to."""
+    """Returns the files in an Iceberg table's metadata folder that the table does not refer to."""
     with trial.make_sink()._table() as table:
         known = {table.metadata_location, *(entry.metadata_file for entry in table.metadata.metadata_log)}
         for snapshot in table.snapshots():
@@ -184,9 +187,9 @@ def unreferenced_metadata(trial):
 
 
 def test_unreferenced_metadata_of_an_iceberg_table(tmp_path):
-    """A driver that is killed before the catalogue's update leaves some.
+    """A driver that is killed before it updates the catalogue leaves unreferenced metadata files.
 
-    The table does not need them (see the guide).
+    The table does not need these files, so they can be deleted (see the guide).
     """
     for name in ("undisturbed", "killed"):
         (tmp_path / name).mkdir()

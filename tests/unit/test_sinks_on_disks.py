@@ -1,4 +1,4 @@
-"""Sinks on read-only and full disks: errors are clear, nothing is visible or left, and the commit can be repeated."""
+"""Sinks on read-only and full disks: errors are clear, no rows are visible or left, and commits can be repeated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def disk(tmp_path):
 
 
 def sqlite_by_default(disk):
-    """A SQLite sink without a write-ahead log."""
+    """A SQLite sink with SQLite's default journal mode instead of a write-ahead log."""
     made = sqlite(disk)
     with contextlib.closing(sqlite3.connect(disk / "data.db")) as database:
         database.execute("PRAGMA journal_mode=DELETE")
@@ -35,7 +35,7 @@ def sqlite_by_default(disk):
 
 @pytest.fixture(params=[parquet, appended, objects, sqlite_by_default, iceberg], ids=lambda make: make.__name__)
 def trial(request, tmp_path, disk):
-    """A sink on the small disk, with its commit log elsewhere."""
+    """A sink on the small disk, with its commit log on another disk."""
     made = request.param(disk)
     made.commit_log = FileCommitLog(tmp_path / "log")
     return made
@@ -49,7 +49,8 @@ def fill(disk):
 
 
 def test_a_read_only_disk(trial, disk):
-    """The error comes before anything runs, and nothing is visible or left. Once writable, the same commit succeeds."""
+    """On a read-only disk, a commit fails before any task runs, and nothing is visible or left. Once the disk is
+    writable, the same commit succeeds."""
     tasks = Tasks(1)
     remount(disk, "ro")
     with pytest.raises(
@@ -65,7 +66,8 @@ def test_a_read_only_disk(trial, disk):
 
 
 def test_a_disk_that_becomes_read_only(trial, disk):
-    """After the decision, the staged rows stay. Once the disk is writable, a repeat continues, and runs no task."""
+    """If the disk becomes read-only, the decided commit stays pending. Once the disk is writable, a repeated commit
+    applies it without running a task."""
     tasks = Tasks(1)
 
     def run(staging):
@@ -86,9 +88,9 @@ def test_a_disk_that_becomes_read_only(trial, disk):
 
 
 def test_a_disk_that_is_full_during_staging(trial):
-    """The error names the full disk, and nothing is visible or left.
+    """If the disk is full during staging, the error says so, and nothing is visible or left.
 
-    A commit of fewer rows with the same id succeeds.
+    A commit of fewer rows with the same id then succeeds.
     """
 
     def batches():
@@ -111,7 +113,8 @@ def test_a_disk_that_is_full_during_staging(trial):
 
 
 def test_a_disk_that_is_full_during_the_commit(trial, disk):
-    """After the decision, the staged rows stay. Once there is room, a repeat continues, and runs no task."""
+    """If the disk is full, the decided commit stays pending. Once there is space, a repeated commit applies it without
+    running a task."""
     tasks = Tasks(1)
 
     def run(staging):

@@ -1,4 +1,4 @@
-"""The SPARK_HOME of the tests, over a small installation of PySpark."""
+"""The SPARK_HOME of the tests, here created for a fake installation of PySpark."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support import spark_home
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """The folder of a PySpark with one module, which the SPARK_HOME links to."""
+    """The folder of a fake PySpark with one module, to which the SPARK_HOME links."""
     folder = tmp_path / "pyspark"
     for name in ("bin", "jars", "sbin", "python/pyspark", "python/lib"):
         (folder / name).mkdir(parents=True)
@@ -31,8 +31,9 @@ def _write_zip(folder: Path, source: str) -> None:
         archive.writestr("pyspark/__init__.py", source)
 
 
-def test_spark_writes_beside_the_links(installed):
-    """A file in the SPARK_HOME is not in the installation, and the SPARK_HOME has the programs and jars of PySpark."""
+def test_files_in_the_spark_home_are_not_in_the_installation(installed):
+    """The SPARK_HOME contains links to the programs and jars of PySpark. Other files in it do not appear in the
+    installation."""
     home = Path(spark_home.spark_home())
     (home / "work").mkdir()
     assert not (installed / "work").exists()
@@ -43,7 +44,8 @@ def test_spark_writes_beside_the_links(installed):
 
 
 def test_the_compiled_zip_belongs_to_one_installation(installed):
-    """compile_zip.py changes the archive of the SPARK_HOME only. Another PySpark replaces the compiled archive."""
+    """compile_zip.py changes only the zip of the SPARK_HOME, not that of PySpark. When another PySpark is installed,
+    its zip replaces the compiled one."""
     source = installed / "python" / "lib" / "pyspark.zip"
     before = source.read_bytes()
     compile_zip.main()
@@ -57,7 +59,7 @@ def test_the_compiled_zip_belongs_to_one_installation(installed):
 
 
 def test_a_file_in_the_installation_is_reported(installed):
-    """A folder that a test adds to the installation fails the run. A bytecode cache does not."""
+    """A folder that a test adds to the installation fails the test run, except for a bytecode cache."""
     with spark_home.unchanged_installation():
         (installed / "__pycache__").mkdir()
         (installed / "__pycache__" / "a.pyc").touch()

@@ -1,4 +1,5 @@
-"""The log of splits: what each evaluation of a subtask gets, in any order of reads, kills, checkpoints and resets."""
+"""The log of splits: what each evaluation of a subtask gets, under any order of reads, kills, checkpoints and
+resets."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ HOSTS = ("a", "b")
 
 
 class Numbers:
-    """An enumerator of numbers, some of which prefer a host. It counts how far it was read."""
+    """An enumerator of numbers. It counts how often it was started, and how many numbers were read."""
 
     def __init__(self, count, homes=()):
         self.count, self.homes = count, homes
@@ -32,13 +33,15 @@ class Numbers:
             yield number
 
 
-class Homes(Numbers):
+class LocatedNumbers(Numbers):
+    """An enumerator of numbers with preferred hosts."""
+
     def locations(self, split):
         return self.homes[split]
 
 
-class Machine(RuleBasedStateMachine):
-    """Evaluations of three subtasks read their logs, die and run again. Coordinators are reset to their checkpoints."""
+class SplitLogMachine(RuleBasedStateMachine):
+    """Evaluations of three subtasks read their logs, die and run again. The log is reset to any of its checkpoints."""
 
     @initialize(
         count=st.integers(0, 12),
@@ -46,12 +49,13 @@ class Machine(RuleBasedStateMachine):
     )
     def begin(self, count, homes):
         self.count = count
-        self.make = lambda: Numbers(count) if homes is None else Homes(count, homes)
+        self.make = lambda: Numbers(count) if homes is None else LocatedNumbers(count, homes)
         self.log = SplitLog(self.make(), "operator 'x'")
-        #: The splits that each subtask got, and whether the end of its log was seen.
+        #: By subtask: the splits that its evaluations have received.
         self.received = {subtask: [] for subtask in range(SUBTASKS)}
+        #: The subtasks whose evaluations have reached the end of their log.
         self.ended = set()
-        #: The subtask of each live evaluation, with the number of splits that it has read.
+        #: By number of a live evaluation: its subtask, and how many splits it has read.
         self.evaluations = {}
         self.numbers = itertools.count()
         self.checkpoints = [(None, {}, set())]
@@ -100,14 +104,14 @@ class Machine(RuleBasedStateMachine):
         self.evaluations.clear()
 
     @invariant()
-    def each_in_one_log(self):
-        if hasattr(self, "given"):
+    def each_split_is_in_one_log(self):
+        if hasattr(self, "received"):
             all_given = list(itertools.chain.from_iterable(self.received.values()))
             assert len(all_given) == len(set(all_given))
-            assert self.log.received == len(all_given)
+            assert self.log.given == len(all_given)
 
     def teardown(self):
-        if hasattr(self, "given"):
+        if hasattr(self, "received"):
             for subtask in range(SUBTASKS):
                 while (packed := self.log.at(subtask, len(self.received[subtask]), "a")) is not None:
                     self.received[subtask].append(pickle.loads(packed))
@@ -115,12 +119,12 @@ class Machine(RuleBasedStateMachine):
             assert self.log.sealed
 
 
-TestSplitLog = Machine.TestCase
+TestSplitLog = SplitLogMachine.TestCase
 TestSplitLog.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 def test_the_enumerator_is_lazy():
-    """The first request starts the enumerator. Without locations it is read one split at a time."""
+    """The first request starts the enumerator. An enumerator without locations is read one split at a time."""
     numbers = Numbers(5)
     log = SplitLog(numbers, "operator 'x'")
     log.state()
@@ -131,31 +135,35 @@ def test_the_enumerator_is_lazy():
 
 
 def test_a_host_gets_its_preferred_splits():
-    """With locations, a task gets a split of its own host first, and then any other split."""
-    log = SplitLog(Homes(3, [{"b"}, {"a"}, {"b"}]), "operator 'x'")
+    """If splits have locations, a task first gets splits of its own host, and then any other split."""
+    log = SplitLog(LocatedNumbers(3, [{"b"}, {"a"}, {"b"}]), "operator 'x'")
     assert [pickle.loads(log.at(0, index, "a")) for index in range(3)] == [1, 0, 2]
 
 
 def test_reading_ahead_does_not_delay_a_task():
-    """When time is up, one split is enough. The splits that were read ahead are still given to their hosts first."""
+    """When there is no time to read ahead, a task gets the first available split. Splits that were already read ahead
+    still go to their own hosts first."""
     time_for = iter([True, True, False, False, False])
-    numbers = Homes(5, [{"b"}, {"b"}, {"a"}, {"a"}, {"b"}])
+    numbers = LocatedNumbers(5, [{"b"}, {"b"}, {"a"}, {"a"}, {"b"}])
     log = SplitLog(numbers, "operator 'x'", lambda: next(time_for))
     read = [(pickle.loads(log.at(0, index, "a")), numbers.read) for index in range(5)]
     assert read == [(2, 3), (3, 4), (0, 5), (1, 5), (4, 5)]
     assert log.at(0, 5, "a") is None
 
 
-class Timed(Homes):
+class TimedNumbers(LocatedNumbers):
+    """An enumerator of numbers with preferred hosts and event times."""
+
     def event_time(self, split):
         return 10 * split
 
 
 def test_a_preferred_split_that_is_too_far_ahead():
-    """A split of the task's own host is not given too early, neither for the reading order nor for the read-ahead."""
+    """A split of the task's own host is held back while its event time is too far ahead of the slowest reader, or of an
+    earlier split that no task is reading yet."""
     homes = [{"b"}, {"b"}, {"a"}, {"b"}, {"a"}]
-    log, reading = SplitLog(Timed(5, homes), "operator 'x'"), WatermarkGroup(10)
-    assert pickle.loads(log.at(0, 0, "a", reading)) == 0  # 2 is too far ahead of 0, which no task reads yet
+    log, reading = SplitLog(TimedNumbers(5, homes), "operator 'x'"), WatermarkGroup(10)
+    assert pickle.loads(log.at(0, 0, "a", reading)) == 0  # 2 is too far ahead of 0, which no task is reading yet
     reading.report(0, 0)
     assert pickle.loads(log.at(1, 0, "a", reading)) == 1
     reading.report(1, 10)
@@ -164,7 +172,7 @@ def test_a_preferred_split_that_is_too_far_ahead():
     assert pickle.loads(log.at(2, 0, "a", reading)) == 2
     reading.remove(1)
     reading.report(2, 20)
-    assert pickle.loads(log.at(0, 1, "a", reading)) == 3  # 4 belongs to the task's own host, and is too early
+    assert pickle.loads(log.at(0, 1, "a", reading)) == 3  # 4 belongs to the task's own host, but it is too far ahead
     reading.remove(2)
     reading.report(0, 30)
     assert pickle.loads(log.at(1, 1, "b", reading)) == 4
@@ -183,7 +191,8 @@ class RaisesLater:
 
 @pytest.mark.parametrize("enumerator", [Raises(), RaisesLater()], ids=["at once", "later"])
 def test_an_enumerator_that_raises(enumerator):
-    """The enumerator's error is the cause of each error of later requests."""
+    """If the enumerator raises an error, the current request and all later ones fail, and their errors contain that
+    error."""
     log = SplitLog(enumerator, "operator 'x'")
     if isinstance(enumerator, RaisesLater):
         assert pickle.loads(log.at(0, 0, "a")) == 1
@@ -193,7 +202,8 @@ def test_an_enumerator_that_raises(enumerator):
 
 
 def test_an_enumerator_that_does_not_repeat_its_splits():
-    """After a reset the enumerator must give a split that a task had read again: otherwise rows would be lost."""
+    """After a reset, the enumerator must yield again each split that a task had read before the checkpoint. Otherwise,
+    a request at the end of the log fails."""
     log = SplitLog(Numbers(3), "operator 'x'")
     log.at(0, 0, "a"), log.at(0, 1, "a")
     after = SplitLog([1, 2], "operator 'x'")
@@ -204,14 +214,15 @@ def test_an_enumerator_that_does_not_repeat_its_splits():
 
 
 def test_a_position_beyond_the_end():
-    """An evaluation that got splits from another coordinator is refused, and does not get other splits."""
+    """A request for a split beyond the end of the log is refused, because another coordinator gave the evaluation its
+    earlier splits."""
     with pytest.raises(OperatorFailed, match="subtask 0 of operator 'x' asked for split 2 of its log, which has 0"):
         SplitLog([1, 2, 3], "operator 'x'").at(0, 2, "a")
 
 
 @pytest.mark.parametrize("splits", [[1, 2, 1], [[1], [1]]], ids=["hashable", "by bytes"])
 def test_one_split_twice(splits):
-    """A split that is enumerated twice is an error: its rows would be read twice."""
+    """A split that is enumerated twice is an error, because its rows would be read twice."""
     log = SplitLog(splits, "operator 'x'")
     with pytest.raises(OperatorFailed, match="gave one split twice"):
         for index in range(3):

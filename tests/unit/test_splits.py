@@ -8,8 +8,8 @@ from stagecrew.operators.splits import SplitCoordinator
 from stagecrew.testing import CoordinatorHarness
 
 
-class Slow:
-    """Gives each split in time, but not all of them together."""
+class SlowEnumerator:
+    """Yields each split in time, but all splits together take longer than the timeout."""
 
     def splits(self):
         for number in range(30):
@@ -21,8 +21,8 @@ class Slow:
 
 
 def test_a_slow_enumerator_with_locations():
-    """The enumerator is late when no split comes in time, and not during read-ahead: a task needs one split only."""
-    with CoordinatorHarness(lambda context: SplitCoordinator(context, Slow(), 1.2)) as harness:
+    """A slow enumerator does not fail its operator during read-ahead, as long as each request gets a split in time."""
+    with CoordinatorHarness(lambda context: SplitCoordinator(context, SlowEnumerator(), 1.2)) as harness:
         task = harness.evaluation(subtask=0)
         started = time.monotonic()
         task.request((0, "h"))

@@ -1,4 +1,4 @@
-"""Statistics of coordinators: counts are right, waits name what they wait for, and faulty hooks break nothing."""
+"""Statistics of coordinators: counts are correct, `waitsFor` is precise, and faulty hooks break nothing."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from stagecrew.operators.superstep_messages import pickled
 from stagecrew.testing import CoordinatorHarness
 from stagecrew.wire.frames import decode
 
-FROM_HARNESS = "operator/1"
+#: The use that a CoordinatorHarness creates.
+HARNESS_USE = "operator/1"
 
 
 def statistics_after(harness, seconds=3):
-    """The driver JVM's knowledge after some seconds: the latest statistics of each binding, and the sums."""
+    """The latest statistics of the harness's use after some rounds, as the driver's JVM has them, and the sums."""
     known, sums = {}, {}
     for _ in range(seconds):
         if (frame := harness._host.statistics()) is not None:
             merge(frame, known, sums)
         harness.run()
-    return known.get(FROM_HARNESS, {}), sums
+    return known.get(HARNESS_USE, {}), sums
 
 
 def merge(frame, known, sums):
@@ -41,14 +42,14 @@ def merge(frame, known, sums):
     sums.update(body["totals"])
 
 
-def last(harness):
+def final_statistics(harness):
     known, sums = {}, {}
     merge(harness.operators.last_statistics(), known, sums)
-    return known[FROM_HARNESS], sums
+    return known[HARNESS_USE], sums
 
 
 class Echo(stagecrew.Coordinator):
-    """Returns requests at once or later, and sends as many events as a task asks for."""
+    """Echoes a request immediately or later, and sends as many events as the task's event says."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -71,7 +72,8 @@ class Echo(stagecrew.Coordinator):
 
 
 def test_all_counts():
-    """Evaluations by their ends, events each way, requests with their times, resets and errors, and equal sums."""
+    """Statistics count evaluations by how they ended, events in both directions, requests with their reply times, and
+    resets. They contain the last error, and the sums over all uses agree."""
     with CoordinatorHarness(Echo) as harness:
         one, two, three, four = (harness.evaluation(subtask=n) for n in range(4))
         one.send(3)
@@ -98,7 +100,7 @@ def test_all_counts():
             "requests": 3,
         }
         assert {name: found[name] for name in counts} == counts == {name: sums[name] for name in counts}
-        assert (found["name"], found["kind"], found["state"]) == (FROM_HARNESS, "coordinator", "active")
+        assert (found["name"], found["kind"], found["state"]) == (HARNESS_USE, "coordinator", "active")
         assert (found["replies"]["count"], found["replies"]["p50"], found["replies"]["max"]) == (3, 0, 2_000_000)
         assert found["lastError"] == "ValueError: not that"
         assert found["queued"] == 0
@@ -109,7 +111,7 @@ def test_all_counts():
         five.request("again")
         found, sums = statistics_after(harness)
         assert (found["live"], found["requests"], sums["requests"]) == (1, 4, 4)
-    found, sums = last(harness)
+    found, sums = final_statistics(harness)
     assert (found["state"], found["live"], found["failed"], found["requests"]) == ("closed", 0, 3, 4)
     assert {name: found[name] for name in ("failed", "eventsOut", "replies")} == {
         name: sums[name] for name in ("failed", "eventsOut", "replies")
@@ -118,7 +120,7 @@ def test_all_counts():
 
 
 def test_only_changes_are_sent_and_repeats_change_nothing():
-    """While nothing happens, no frame is made. Messages that arrive twice are counted once."""
+    """No frame is created while nothing changes. A message that arrives twice is counted once."""
     with CoordinatorHarness(Echo) as harness:
         assert statistics_after(harness)[0]["requests"] == 0
         assert harness._host.statistics() is None
@@ -126,22 +128,22 @@ def test_only_changes_are_sent_and_repeats_change_nothing():
         task.request("a")
         task.send_frame("REQUEST", sequence=1, payload=b"\0a")
         assert statistics_after(harness)[0]["requests"] == 1
-        assert harness._host.statistics() is None, "nobody does anything"
+        assert harness._host.statistics() is None, "nothing has changed"
 
 
 def test_unhandled_messages_are_queued():
-    """Messages of evaluations count until they are handled, even if the evaluations have ended."""
+    """Messages count as queued until they are handled, even if their evaluations have ended."""
     known, seen = {}, []
 
     def queued():
         for _ in range(5):
             if (frame := harness._host.statistics()) is not None:
                 merge(frame, known, {})
-        return known[FROM_HARNESS]["queued"]
+        return known[HARNESS_USE]["queued"]
 
     class Slow(Echo):
         def handle_event(self, evaluation, event):
-            if event == "first":  # these are enqueued after it
+            if event == "first":  # the messages below are queued while this one is being handled
                 for task in (one, one, two):
                     task.send("more")
                 one.finish()
@@ -158,11 +160,11 @@ def test_unhandled_messages_are_queued():
         harness.coordinator.handle_event = lambda *_: (one.send("dropped"), harness.reset())
         one.send("first")
         assert queued() == 0
-    assert last(harness)[0]["queued"] == 0
+    assert final_statistics(harness)[0]["queued"] == 0
 
 
 def test_ended_bindings_have_no_queued_messages():
-    """The sums include no messages of an ended binding, even if a blocked call never handled them."""
+    """The sums include no queued messages of an ended binding, even if a blocked call never handled them."""
     ends = []
 
     class Stuck(Echo):
@@ -173,7 +175,7 @@ def test_ended_bindings_have_no_queued_messages():
                 merge(
                     harness._host.last_statistics("test", list(harness._host._liveness.bindings.values())), known, sums
                 )
-                ends.append((known[FROM_HARNESS]["state"], known[FROM_HARNESS]["queued"], sums["queued"]))
+                ends.append((known[HARNESS_USE]["state"], known[HARNESS_USE]["queued"], sums["queued"]))
 
     known, sums = {}, {}
     with CoordinatorHarness(Stuck) as harness:
@@ -183,7 +185,8 @@ def test_ended_bindings_have_no_queued_messages():
 
 
 def test_times_of_acknowledgements_and_waits_for_late_ones():
-    """The time of an acknowledgement starts with the oldest event. A late executor is named, with the time since."""
+    """The time of an acknowledgement is measured from the oldest unacknowledged event. While an acknowledgement is
+    late, `waitsFor` names the executor and since when."""
     with CoordinatorHarness(Echo) as harness:
         task = harness.evaluation(subtask=0, executor="7")
         task.acknowledges = False
@@ -203,7 +206,7 @@ def test_times_of_acknowledgements_and_waits_for_late_ones():
 
 
 def test_faulty_hooks_break_nothing(caplog):
-    """A coordinator whose kind, waits_for and progress are faulty works as usual. One log message reports it."""
+    """A coordinator with faulty `kind`, `waits_for` and `progress` works as usual, and the fault is logged once."""
 
     class Nonsense(Echo):
         kind = 5
@@ -224,7 +227,8 @@ def test_faulty_hooks_break_nothing(caplog):
 
 
 def test_the_error_of_a_failed_coordinator():
-    """The error of a coordinator is reported, also if the topology closes afterwards. Long errors are cut."""
+    """The error of a failed coordinator is reported and truncated, and its state stays "failed" after the topology has
+    closed."""
 
     class Bad(Echo):
         def handle_event(self, evaluation, event):
@@ -236,11 +240,11 @@ def test_the_error_of_a_failed_coordinator():
         assert found["state"] == "failed"
         assert found["lastError"].startswith("RuntimeError: xxx")
         assert len(found["lastError"]) == 1000
-    assert last(harness)[0]["state"] == "failed"
+    assert final_statistics(harness)[0]["state"] == "failed"
 
 
 def test_reports_are_bounded():
-    """Of many and long entries, only some are sent."""
+    """At most 20 entries of a coordinator's progress are sent, and each value is truncated to 300 characters."""
 
     class Wordy(Echo):
         def progress(self):
@@ -253,7 +257,8 @@ def test_reports_are_bounded():
 
 
 def test_waits_for_an_incomplete_checkpoint():
-    """First for the coordinator's state, then for the acknowledgement of the events that it had sent."""
+    """During a checkpoint, `waitsFor` names first the coordinator's state, and then the acknowledgement of the events
+    that it sent before."""
 
     class Slow(Echo):
         def checkpoint(self, checkpoint_id):
@@ -280,7 +285,8 @@ def test_waits_for_an_incomplete_checkpoint():
 
 
 def test_splits_report_done_and_left():
-    """Splits are done when the next one was requested. An iterator reports the splits left only at its end."""
+    """A split is done when its task has requested the next one. If the splits come from an iterator, the number of
+    splits left is reported only at the iterator's end."""
     for splits, known in (([1, 2, 3], True), (iter([1, 2, 3]), False)):
         with CoordinatorHarness(lambda context, splits=splits: SplitCoordinator(context, splits, 10)) as harness:
             one, two = harness.evaluation(subtask=0), harness.evaluation(subtask=1)
@@ -302,12 +308,12 @@ def test_splits_report_done_and_left():
 
 
 def as_texts(progress):
-    """Progress in the form of a report."""
+    """Converts progress to the texts in a report."""
     return {name: str(value) for name, value in progress.items()}
 
 
 class Reporting(stagecrew.Coordinator):
-    """Has values of its own, one of which replaces a reported value."""
+    """Reports values, one of which `progress` replaces by its own."""
 
     done = 0
 
@@ -322,7 +328,8 @@ class Reporting(stagecrew.Coordinator):
 
 
 def test_progress_has_what_the_report_has():
-    """`topology.progress` has the values that `progress` returned and those that were reported, unchanged."""
+    """The topology's progress contains the values that a coordinator returned from `progress` and those that it passed
+    to `report`, with their types."""
     with CoordinatorHarness(Reporting) as harness:
         task = harness.evaluation()
         task.send(1)
@@ -330,9 +337,8 @@ def test_progress_has_what_the_report_has():
         assert harness.operators.progress() == {"operator/1": {"seen": 1, "both": "own", "done": 1}}
         assert as_texts(harness.operators.progress()["operator/1"]) == found
         task.send(2)
-        assert (
-            harness.operators.progress()["operator/1"]["seen"] == 2
-        )  # at once; the values that `progress` returns, at its next call
+        # Reported values appear immediately, and values returned by `progress` after its next call.
+        assert harness.operators.progress()["operator/1"]["seen"] == 2
         task.send(3)
         statistics_after(harness)
         assert harness.operators.progress()["operator/1"] == {"seen": 3, "both": "own", "done": 1}  # `progress` raised
@@ -340,7 +346,7 @@ def test_progress_has_what_the_report_has():
 
 
 def test_progress_that_becomes_empty_is_removed():
-    """A coordinator whose `progress` returned values, and later none, has none."""
+    """When a coordinator's `progress` returns no values any more, its earlier values are removed."""
 
     class Working(stagecrew.Coordinator):
         left = 1
@@ -360,26 +366,27 @@ def test_progress_that_becomes_empty_is_removed():
 
 
 def test_supersteps_name_the_missing_subtasks():
-    """The step, the waiting subtasks, and those for which they wait."""
+    """`waitsFor` of a superstep names the step, how many subtasks are waiting, and the missing subtasks."""
     with CoordinatorHarness(lambda context: SuperstepCoordinator(context, None, 600)) as harness:
         tasks = [harness.evaluation(subtask=n, partitions=3) for n in range(3)]
 
-        def comes(n, step):
+        def reach_step(n, step):
             with pytest.raises(CoordinationTimeout):
                 tasks[n].request(pickled(("reduce", step, 3, tuple(reducer_call("sum")), 1)))
 
-        comes(0, 0)
+        reach_step(0, 0)
         found, _ = statistics_after(harness)
         assert found["kind"] == "supersteps"
         assert found["waitsFor"].startswith("subtask 1, 2, which 1 of 3 wait for in step 0, since ")
-        comes(2, 0)
+        reach_step(2, 0)
         tasks[1].request(pickled(("reduce", 0, 3, tuple(reducer_call("sum")), 1)))
         found, _ = statistics_after(harness)
         assert (found["waitsFor"], found["progress"]) == ("", {"step": "1"})
 
 
 def test_alignment_names_the_slowest_source():
-    """The source that holds the others back, its time, and the number of waiting sources."""
+    """`waitsFor` of an alignment names the slowest source, its event time, and the number of sources that wait for
+    it."""
     drift = dt.timedelta(seconds=10)
     with CoordinatorHarness(lambda context: AlignmentCoordinator(context, drift, None)) as harness:
         slow, quick = harness.evaluation(subtask=3), harness.evaluation(subtask=4)
@@ -397,7 +404,7 @@ def test_alignment_names_the_slowest_source():
 
 
 def test_commits_count_staging_tasks():
-    """The wait names the number of tasks that stage."""
+    """`waitsFor` of a commit names the number of tasks that are still staging their rows."""
     with CoordinatorHarness(CommitCoordinator) as harness:
         one, two = harness.evaluation(subtask=0), harness.evaluation(subtask=1)
         one.send(1)
@@ -410,7 +417,8 @@ def test_commits_count_staging_tasks():
 
 
 def test_final_statistics_include_unsent_counts_of_earlier_uses(monkeypatch):
-    """However many uses there were: what of them is counted is told, that the driver's sums are of all."""
+    """The final statistics include each earlier use whose counts have changed, even beyond the limit on uses. So the
+    driver's sums cover all uses."""
     monkeypatch.setattr(statistics_reporter, "_MAX_FINAL", 2)
     known, sums = {}, {}
     with CoordinatorHarness(Echo) as harness:
@@ -419,5 +427,5 @@ def test_final_statistics_include_unsent_counts_of_earlier_uses(monkeypatch):
         statistics_after(harness)
         harness.evaluation(subtask=0).finish()
     merge(harness.operators.last_statistics(), known, sums)
-    assert set(known) == {FROM_HARNESS, "operator/4", "operator/5"}
-    assert known[FROM_HARNESS]["finished"] == sums["finished"] == 1
+    assert set(known) == {HARNESS_USE, "operator/4", "operator/5"}
+    assert known[HARNESS_USE]["finished"] == sums["finished"] == 1

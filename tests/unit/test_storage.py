@@ -1,4 +1,4 @@
-"""State storage: a written state is read back completely, or a named error says why not."""
+"""State storage: a written state is read back completely, or an error of a specific class says why not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def files(folder):
 
 @pytest.mark.parametrize("data", [b"", b"state", bytes(range(256)) * 4000], ids=["empty", "small", "1 MB"])
 def test_a_written_state_is_read(storage, tmp_path, data):
-    """The reference has the length and the digest, and the file has exactly the bytes."""
+    """A written state can be read. Its reference contains its length and digest, and its file contains exactly its
+    bytes."""
     reference = storage.write("nightly", data, "jobs/of/mine")
     assert reference.length == len(data)
     assert reference.sha256 == hashlib.sha256(data).hexdigest()
@@ -38,7 +39,7 @@ def test_a_written_state_is_read(storage, tmp_path, data):
 
 
 def test_each_name_is_new(storage, tmp_path):
-    """Nothing is overwritten, and a hint can be any text."""
+    """Each write gets a new name, so nothing is overwritten. The hint for a name can be any text."""
     hints = ["a", "a", "a/b", "..", "", "Straße 7", "x" * 500, "\n", "*"]
     names = {storage.write(hint, b"1").name for hint in hints}
     assert len(names) == len(hints) == len(files(tmp_path))
@@ -57,7 +58,8 @@ def test_files_are_private(storage, tmp_path):
 
 
 def test_a_write_is_synced_before_it_returns(storage, tmp_path, monkeypatch):
-    """The file is synced before its folder and each new folder above. The next write syncs only new folders."""
+    """A write syncs the parents of new folders, then the file, and then the file's folder. The next write to this
+    folder syncs only the file and the folder."""
     synced = []
     real = os.fsync
 
@@ -86,7 +88,7 @@ def test_a_write_is_synced_before_it_returns(storage, tmp_path, monkeypatch):
     ids=["corrupt", "truncated", "emptied", "longer", "missing", "a folder"],
 )
 def test_a_changed_state(storage, tmp_path, spoil, error, match):
-    """A named error is raised, and nothing is deleted. Other states can be read."""
+    """Reading a changed state raises an error that names the state, and deletes nothing. Other states can be read."""
     other = storage.write("a", b"other")
     reference = storage.write("a", b"state")
     spoil(tmp_path / reference.name)
@@ -100,7 +102,8 @@ def test_a_changed_state(storage, tmp_path, spoil, error, match):
 
 
 def test_a_missing_folder(storage, tmp_path):
-    """If a folder is missing because its disk is not mounted, the read fails; the state does not count as deleted."""
+    """If the storage's folder is missing (its disk is not mounted), a read fails, but not as if the state were
+    deleted."""
     reference = storage.write("a", b"1")
     tmp_path.rename(tmp_path.with_name("elsewhere"))
     with pytest.raises(StateStorageError, match="could not be read") as caught:
@@ -110,8 +113,8 @@ def test_a_missing_folder(storage, tmp_path):
     assert storage.read(reference) == b"1"
 
 
-def test_discard_is_repeatable_and_reports_failures(storage, tmp_path):
-    """A missing state is no error. A state that cannot be deleted is an error, and stays."""
+def test_discard_is_idempotent_and_reports_failures(storage, tmp_path):
+    """Discarding a missing state does nothing. Discarding a state that cannot be deleted raises an error."""
     reference = storage.write("a", b"1", "folder")
     storage.discard(reference)
     storage.discard(reference)
@@ -126,14 +129,14 @@ def test_discard_is_repeatable_and_reports_failures(storage, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "a/../../x", "/etc/passwd", "a//b", "a/.", "a\0b", "a\\b"])
 def test_names_stay_in_the_storage(storage, name):
-    """Whatever a reference contains, no file outside the storage is read or deleted."""
+    """Whatever name a reference contains, no file outside the storage is read or deleted."""
     for ask in (storage.read, storage.discard):
         with pytest.raises(StateCorrupt, match="not the name of a state"):
             ask(Reference(name, 1, ""))
 
 
 def test_listing(storage, tmp_path):
-    """The files of a folder, with sizes and write times; none without the folder."""
+    """`names` lists the files of a folder with their sizes and write times. It returns nothing for a missing folder."""
     assert storage.names("jobs") == []
     references = [storage.write("a", b"1" * length, "jobs") for length in (1, 2)]
     storage.write("a", b"1", "jobs/deeper")
@@ -148,7 +151,7 @@ def test_listing(storage, tmp_path):
 
 
 def test_a_storage_without_times(tmp_path):
-    """Without write times, states have no age, and the storage's clock raises."""
+    """If a storage reports no write times, its states have none, and `now` raises an error."""
 
     storage = StateStorage(tmp_path)
     storage.write("a", b"1", "jobs")
@@ -184,7 +187,7 @@ def test_a_storage_without_times(tmp_path):
 )
 @pytest.mark.parametrize("step", ["open", "fsync", "sync", "mkdir"])
 def test_writes_that_fail(storage, tmp_path, monkeypatch, number, words, step):
-    """If any step of a write fails, a named error says what to do, nothing is left, and the next write succeeds."""
+    """If any step of a write fails, the error says what to do, nothing is left, and the next write succeeds."""
 
     def fails(*arguments):
         raise OSError(number, os.strerror(number))
@@ -199,7 +202,7 @@ def test_writes_that_fail(storage, tmp_path, monkeypatch, number, words, step):
 
 
 def test_a_full_device(storage, tmp_path, monkeypatch):
-    """The kernel's own error for a write without room."""
+    """If the kernel reports that a device is full, the error says to free some space, and no file is left."""
     real = os.open
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", lambda path, flags, *mode: real("/dev/full", os.O_WRONLY))
@@ -210,7 +213,7 @@ def test_a_full_device(storage, tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_a_full_file_system(tmp_path):
-    """A small file system: earlier states are read, and nothing is left of a write without room or when read-only."""
+    """On a full or read-only file system, earlier states can be read, and a failed write leaves nothing."""
     if (
         os.getuid() != 0
         or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], check=False).returncode
@@ -234,7 +237,7 @@ def test_a_full_file_system(tmp_path):
 
 
 def test_an_interrupted_write_leaves_nothing(storage, tmp_path, monkeypatch):
-    """An interrupt in the middle of a write removes the file, too."""
+    """A write that is interrupted removes its file."""
 
     def interrupted(descriptor):
         raise KeyboardInterrupt
@@ -261,14 +264,15 @@ def test_an_interrupted_write_leaves_nothing(storage, tmp_path, monkeypatch):
     ],
 )
 def test_invalid_storages(uri, error, match):
-    """Unknown schemes, invalid URIs and missing folders give named errors that contain no secrets."""
+    """Unknown schemes, invalid URIs and missing folders raise errors that contain no secrets."""
     with pytest.raises(error, match=match) as caught:
         StateStorage(uri)
     assert "very-secret" not in f"{caught.value} {caught.value.__cause__}"
 
 
 def test_all_forms_of_a_folder(tmp_path, monkeypatch):
-    """An absolute path, a relative one, a URI, and file systems with a path or a base folder are the same storage."""
+    """An absolute path, a relative path, a URI, and a path or base folder in a file system can denote the same
+    storage."""
     reference = StateStorage(tmp_path).write("a", b"1", "jobs")
     local = pyarrow.fs.LocalFileSystem()
     monkeypatch.chdir(tmp_path.parent)
@@ -287,7 +291,7 @@ def test_all_forms_of_a_folder(tmp_path, monkeypatch):
 
 
 def test_a_file_system_in_python(tmp_path):
-    """A file system that is written in Python behaves in the same way."""
+    """A storage on a file system written in Python behaves like one on a local disk."""
     fsspec = pytest.importorskip("fsspec")
     memory = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fsspec.filesystem("memory")))
     storage = StateStorage("states", memory)

@@ -1,4 +1,4 @@
-"""Supersteps without Spark: which subtask reaches which step, and how values are reduced."""
+"""Supersteps without Spark: how subtasks reach steps together, and how values are reduced."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SUM = ReducerCall("sum")
 
 @settings(deadline=None)
 @given(st.data())
-def test_any_order(data):
-    """In whatever order subtasks reach a step, the step has all values in the order of subtasks."""
+def test_a_step_has_all_values_in_any_order(data):
+    """In whatever order subtasks reach a step, the step returns all values in the order of the subtasks."""
     subtasks = data.draw(st.integers(1, 5))
     group = SuperstepGroup("x", subtasks)
     for step in range(data.draw(st.integers(0, 4))):
@@ -45,7 +45,7 @@ def test_any_order(data):
 @settings(deadline=None)
 @given(st.data())
 def test_a_different_number_of_calls(data):
-    """If tasks call reduce a different number of times, the error names one that ended and one that waits."""
+    """If tasks call `reduce` a different number of times, the error names a subtask that ended too early."""
     subtasks = data.draw(st.integers(2, 4))
     calls = data.draw(
         st.lists(st.integers(0, 3), min_size=subtasks, max_size=subtasks).filter(lambda c: len(set(c)) > 1)
@@ -67,8 +67,8 @@ def test_a_different_number_of_calls(data):
     assert any(f"subtask {one} ended after {calls[one]} steps" in text for one in ended | set(range(subtasks)))
 
 
-def test_other_differences():
-    """Another reducer, another step, a second time: each is an error that names the subtask."""
+def test_a_subtask_that_differs_gets_an_error():
+    """A subtask that uses another reducer, is at another step, or reaches a step twice gets an error that names it."""
     group = SuperstepGroup("operator 'x'", 3)
     group.add(1, 0, SUM, 1)
     for subtask, step, reducer, words in (
@@ -119,7 +119,7 @@ def test_other_differences():
     ],
 )
 def test_reducers(op, values, expected):
-    """Numbers, numpy and Arrow arrays, tables, lists, text, bytes, and functions. A value of None is left out."""
+    """Each reducer works with all types of values that it supports, ignores None, and does not change its inputs."""
     before = copy.deepcopy(values)
     result = reduced(reducer_call(op), values)
     assert pickle.dumps(values) == pickle.dumps(before)
@@ -128,14 +128,14 @@ def test_reducers(op, values, expected):
 
 @pytest.mark.parametrize("one", [True, np.True_, np.array([True]), pa.array([True])])
 def test_the_sum_of_one_boolean(one):
-    """The sum of one boolean is a number, as with more tasks."""
+    """The sum of one boolean is a number, like the sum of several booleans."""
     assert type(reduced(SUM, [one])) is type(reduced(SUM, [one, one]))
     assert np.asarray(reduced(SUM, [one])).dtype.kind == "i"
     assert reduced(SUM, [one]) == (pa.array([1]) if isinstance(one, pa.Array) else 1)
 
 
 def test_sums_are_reproducible():
-    """Floating point numbers are added in the order of subtasks, whichever arrives first."""
+    """Floating-point numbers are added in the order of subtasks, in whatever order they arrive."""
     values = {subtask: 0.1 * 3**subtask for subtask in range(8)}
     expected = 0.0
     for subtask in range(8):
@@ -158,7 +158,7 @@ def test_sums_are_reproducible():
     ],
 )
 def test_values_that_cannot_be_reduced_together(op, values, words):
-    """The error has their kinds and shapes."""
+    """The error for values that cannot be reduced together contains their types and shapes."""
     with pytest.raises(OperatorFailed, match=words):
         reduced(ReducerCall(op), values)
 
@@ -168,7 +168,7 @@ def product(a, b):
 
 
 class Product:
-    """A reducer with a state, whose instances have no importable name."""
+    """A class of reducers whose instances and bound methods have no importable name."""
 
     def __call__(self, a, b):
         return a * b
@@ -177,8 +177,8 @@ class Product:
         return a * b
 
 
-def test_an_unknown_reducer_is_misused():
-    """A name that no reducer has, an object that cannot be called, and a function that cannot be pickled are refused in the task."""
+def test_an_invalid_reducer_is_refused():
+    """An unknown name, an object that cannot be called, or a function that cannot be pickled is refused in the task."""
     lock = threading.Lock()
     with pytest.raises(OperatorMisused, match="'average' is none of them"):
         reducer_call("average")
@@ -193,13 +193,14 @@ def test_an_unknown_reducer_is_misused():
     [(operator.mul, "_operator.mul"), (max, "builtins.max"), (np.maximum, "numpy.maximum"), (copy.copy, "copy.copy")],
 )
 def test_an_importable_function_has_its_qualified_name(function, name):
-    """A function that every process imports under its qualified name needs no other name."""
+    """A function that can be imported under its qualified name gets this name, unless another name is given."""
     assert reducer_call(function).name == name
     assert reducer_call(function, "mine").name == "mine"
 
 
 def test_a_function_without_an_importable_name_needs_a_name():
-    """A lambda, a nested function, a partial, an object, a bound method and a function of `__main__` are refused without a name."""
+    """A lambda, a nested function, a partial, an object, a bound method or a function of `__main__` is refused unless
+    it has a name."""
 
     def nested(a, b):
         return a * b
@@ -224,15 +225,16 @@ def test_a_function_without_an_importable_name_needs_a_name():
 
 @pytest.mark.parametrize("name", ["", 7, "sum"])
 def test_a_name_that_does_not_fit_is_refused(name):
-    """A function's name is a text, and never that of a ready-made reducer; a ready-made reducer takes no name."""
+    """A function's name must be a non-empty text other than the names of ready-made reducers. A ready-made reducer
+    takes no name."""
     with pytest.raises(OperatorMisused, match="name="):
         reducer_call(product, name)
     with pytest.raises(OperatorMisused, match="ready-made: leave name= out"):
         reducer_call("sum", "mine")
 
 
-class Task:
-    """The side of a task, with a scripted evaluation whose requests get their replies when the peers arrive."""
+class FakeTask:
+    """The task's side of supersteps, with an evaluation of the harness. A step gets its reply when its peers arrive."""
 
     def __init__(self, harness, subtask, subtasks=2, stage_attempt=0):
         self.evaluation = harness.evaluation(subtask, partitions=subtasks, stage_attempt=stage_attempt)
@@ -246,7 +248,7 @@ class Task:
         return self.evaluation.request(request)
 
     def reduce_next(self, value, op="sum", name=None):
-        """Comes to the next step; answers nothing yet."""
+        """Reaches the next step. Returns the result, or None if the step is still waiting for other subtasks."""
         try:
             return self.steps.reduce(value, op, name)
         except OperatorFailed as error:
@@ -265,9 +267,9 @@ def harness_of(stop_when=None, timeout=600.0):
 
 
 def test_two_tasks():
-    """Both get the same value in each step, and the stop of the driver's function."""
+    """Two tasks get the same value in each step. They both learn when the driver's function stops the supersteps."""
     with harness_of(lambda step, value: step == 1) as harness:
-        one, other = Task(harness, 0), Task(harness, 1)
+        one, other = FakeTask(harness, 0), FakeTask(harness, 1)
         for step in range(3):
             one.reduce_next(step)
             assert other.reduce_next(10) == step + 10
@@ -279,18 +281,18 @@ def test_two_tasks():
 
 
 def test_a_large_value():
-    """A large value travels in pieces in both directions."""
+    """A large value is sent in pieces in both directions, and arrives unchanged."""
     with harness_of() as harness:
-        task = Task(harness, 0, subtasks=1)
+        task = FakeTask(harness, 0, subtasks=1)
         value = np.arange(3_000_000)  # 24 MB
         assert np.array_equal(task.reduce_next(value), value)
         assert task.reduce_next(b"x" * (8 << 20), "concat") == b"x" * (8 << 20)
 
 
 def test_values_about_the_size_of_a_piece():
-    """A value of any size arrives unchanged. None of it stays with the coordinator."""
+    """A value whose size is near that of a piece arrives unchanged, and no piece stays in the coordinator's memory."""
     with harness_of() as harness:
-        task = Task(harness, 0, subtasks=1)
+        task = FakeTask(harness, 0, subtasks=1)
         for size in (0, 1, *range((4 << 20) - 70, (4 << 20) + 70, 20), 8 << 20, (12 << 20) - 60):
             assert task.reduce_next(b"x" * size, "concat") == b"x" * size
         assert harness.coordinator._pieces == {}
@@ -299,9 +301,9 @@ def test_values_about_the_size_of_a_piece():
 
 
 def test_memory_of_the_driver():
-    """After two hundred steps of 4 MB, the driver holds as much as after one, whatever duplicates arrive."""
+    """During 200 steps with values of 4 MB, the driver's memory stays below 40 MiB."""
     with harness_of() as harness:
-        tasks = [Task(harness, subtask) for subtask in (0, 1)]
+        tasks = [FakeTask(harness, subtask) for subtask in (0, 1)]
         value = bytes((4 << 20) - 1000)
         driver_memory = []
         tracemalloc.start()
@@ -310,7 +312,7 @@ def test_memory_of_the_driver():
                 tasks[0].reduce_next(value, "max")
                 assert len(tasks[1].reduce_next(value, "max")) == len(tasks[0].receive()[0]) == len(value)
                 for task in tasks:
-                    task.evaluation._replies.clear()  # referenced by the test itself
+                    task.evaluation._replies.clear()  # only the test itself references these
                 if step % 10 == 9:
                     driver_memory.append(tracemalloc.get_traced_memory()[0])
         finally:
@@ -320,32 +322,34 @@ def test_memory_of_the_driver():
 
 
 def test_a_task_fails():
-    """The step of its peers fails at once. The next stage attempt starts again, and old attempts get no replies."""
+    """If a task fails, the step of its peers fails immediately. The next stage attempt starts from the beginning, and
+    tasks of the old attempt get errors."""
     with harness_of() as harness:
-        one, other = Task(harness, 0), Task(harness, 1)
+        one, other = FakeTask(harness, 0), FakeTask(harness, 1)
         one.reduce_next(1)
         other.evaluation.fail("boom")
         with pytest.raises(RequestFailed, match="subtask 1 failed, and the stage runs again: boom"):
             one.receive()
-        again = [Task(harness, subtask, stage_attempt=1) for subtask in (0, 1)]
+        again = [FakeTask(harness, subtask, stage_attempt=1) for subtask in (0, 1)]
         with pytest.raises(OperatorFailed, match="belongs to an attempt at its stage that has ended"):
             one.reduce_next(5)
         with pytest.raises(OperatorFailed, match="belongs to an attempt at its stage that has ended"):
-            Task(harness, 0).reduce_next(5)  # one of the attempt before that begins late
+            FakeTask(harness, 0).reduce_next(5)  # a task of the old attempt that begins late
         again[1].reduce_next(4)
         assert again[0].reduce_next(3) == 7
         assert harness.failure is None
 
 
 def test_a_peer_that_ends_after_a_failure():
-    """A task whose step failed with another may end before Spark ends it: that does not count as a difference."""
+    """A task whose step failed because of a peer can end before Spark kills it. The topology does not fail because of
+    this."""
     with harness_of() as harness:
-        one, other = Task(harness, 0), Task(harness, 1)
+        one, other = FakeTask(harness, 0), FakeTask(harness, 1)
         one.reduce_next(1)
         other.evaluation.fail("boom")
         one.evaluation.finish()
-        late = Task(harness, 1, stage_attempt=0)
-        again = [Task(harness, subtask, stage_attempt=1) for subtask in (0, 1)]
+        late = FakeTask(harness, 1, stage_attempt=0)
+        again = [FakeTask(harness, subtask, stage_attempt=1) for subtask in (0, 1)]
         late.evaluation.abandon()
         again[0].reduce_next(1)
         assert again[1].reduce_next(2) == 3
@@ -353,9 +357,9 @@ def test_a_peer_that_ends_after_a_failure():
 
 
 def test_a_partial_rerun():
-    """If Spark runs only some of the tasks again, their step fails, so that all of them run again."""
+    """If Spark reruns only some of the tasks of a stage, their step fails, so that all tasks run again."""
     with harness_of() as harness:
-        task = Task(harness, 1, subtasks=4)
+        task = FakeTask(harness, 1, subtasks=4)
         task.steps.subtasks = 2
         with pytest.raises(OperatorFailed, match="Spark runs 2 of 4 tasks of stage 0 again"):
             task.reduce_next(1)
@@ -363,9 +367,10 @@ def test_a_partial_rerun():
 
 
 def test_a_difference_fails_the_topology():
-    """Another attempt would have the same result, so tasks that call differently fail the topology."""
+    """Tasks that call `reduce` a different number of times fail the topology, because another attempt would do the
+    same."""
     with harness_of() as harness:
-        one, other = Task(harness, 0), Task(harness, 1)
+        one, other = FakeTask(harness, 0), FakeTask(harness, 1)
         one.reduce_next(1)
         other.evaluation.finish()
         assert isinstance(harness.failure, OperatorFailed)
@@ -375,9 +380,10 @@ def test_a_difference_fails_the_topology():
 
 
 def test_a_result_that_cannot_be_pickled():
-    """A result that cannot be pickled fails the topology with a named error, and no task waits for it."""
+    """A result that cannot be pickled fails the topology with an error that names the step, and no task waits for the
+    result."""
     with harness_of() as harness:
-        one, other = Task(harness, 0), Task(harness, 1)
+        one, other = FakeTask(harness, 0), FakeTask(harness, 1)
         one.reduce_next(1, lambda a, b: (n for n in (a, b)), "pair")
         with pytest.raises(Exception, match="step 0 could not be reduced: TypeError"):
             other.reduce_next(2, lambda a, b: (n for n in (a, b)), "pair")
@@ -398,9 +404,10 @@ def test_a_result_that_cannot_be_pickled():
     ids=["importable", "named", "both", "ready-made"],
 )
 def test_tasks_that_reduce_with_different_functions_fail(order, reducers, names):
-    """Whichever task comes last, the topology fails, and the error names both subtasks and both reducers."""
+    """If two tasks reduce with different functions, the topology fails whichever task is last. The error names both
+    subtasks and both reducers."""
     with harness_of() as harness:
-        tasks = [Task(harness, 0), Task(harness, 1)]
+        tasks = [FakeTask(harness, 0), FakeTask(harness, 1)]
         first, last = order
         tasks[first].reduce_next(3, *reducers[first])
         words = f"subtask {last} reduces with '{names[last]}', but subtask {first} with '{names[first]}'"
@@ -411,10 +418,10 @@ def test_tasks_that_reduce_with_different_functions_fail(order, reducers, names)
             tasks[first].receive()
 
 
-def test_a_named_function_may_be_made_again_in_each_step():
-    """A lambda that each task makes for itself in each step is the same reducer in all tasks, by its name."""
+def test_a_named_function_can_be_created_again_in_each_step():
+    """Lambdas that each task creates again in each step are one reducer if they have the same name."""
     with harness_of() as harness:
-        one, other = Task(harness, 0), Task(harness, 1)
+        one, other = FakeTask(harness, 0), FakeTask(harness, 1)
         for step in range(200):
             one.reduce_next(step, lambda a, b, step=step: a + b + step, f"add {step}")
             assert other.reduce_next(10, lambda a, b, step=step: a + b + step, f"add {step}") == 2 * step + 10
@@ -423,9 +430,10 @@ def test_a_named_function_may_be_made_again_in_each_step():
 
 
 def test_an_unnamed_lambda_fails_its_task_before_it_sends_anything():
-    """The task gets `OperatorMisused`, and the step goes on when it gives a name."""
+    """An unnamed lambda raises `OperatorMisused` in its task. The task can then continue the step with a named
+    lambda."""
     with harness_of() as harness:
-        one, other = Task(harness, 0), Task(harness, 1)
+        one, other = FakeTask(harness, 0), FakeTask(harness, 1)
         one.reduce_next(2, lambda a, b: a * b, "multiply")
         with pytest.raises(OperatorMisused, match=r"<lambda> under its name. Give it one, the same in all tasks"):
             other.reduce_next(5, lambda a, b: a * b)
@@ -434,18 +442,18 @@ def test_an_unnamed_lambda_fails_its_task_before_it_sends_anything():
 
 
 def test_a_reducer_that_raises():
-    """An error of a reducer fails the topology, with the exception as the cause."""
+    """An error raised by a reducer fails the topology, and is the cause of the topology's error."""
     with harness_of() as harness:
-        task = Task(harness, 0, subtasks=1)
+        task = FakeTask(harness, 0, subtasks=1)
         with pytest.raises(Exception, match="step 0 could not be reduced"):
-            Task.reduce_next(task, [1], "sum")
+            task.reduce_next([1], "sum")
         assert isinstance(harness.failure.__cause__, OperatorFailed)
 
 
 def test_late_subtasks_are_named():
-    """A step that waits for longer than its timeout fails, and names the missing subtasks."""
+    """A step that waits longer than its timeout fails the topology, and the error names the missing subtasks."""
     with harness_of(timeout=0.05) as harness:
-        tasks = [Task(harness, subtask, subtasks=3) for subtask in range(3)]
+        tasks = [FakeTask(harness, subtask, subtasks=3) for subtask in range(3)]
         tasks[1].reduce_next(1)
         harness.coordinator._attempts[0, 0].since -= 1
         harness.advance(2)

@@ -1,4 +1,4 @@
-"""A task's gateway whose coordinator handles nothing: waits end in time, and their errors name the coordinator."""
+"""TaskGateway against a fake connection and clock: flow control, timeouts, event credit, batching, and the end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from stagecrew.worker import evaluations
 from stagecrew.worker.evaluations import Bound, TaskGateway
 
 
-class Connection:
-    """A connection on which nothing arrives: a wait takes its full time on the test's clock."""
+class FakeConnection:
+    """A fake connection on which nothing arrives. Each wait advances the fake clock by its full timeout.
+
+    If `next_frame` is set, that frame arrives 1.5 s into the next wait.
+    """
 
     def __init__(self):
         self.now, self.waits, self.frames = 100.0, [], []
-        self.handled = None
+        self.next_frame = None
         self.changed = threading.Condition()
 
     def remove(self, gateway):
@@ -35,10 +38,10 @@ class Connection:
         if (result := found()) is not None:
             return result
         self.waits.append(seconds)
-        if self.handled is not None:
+        if self.next_frame is not None:
             self.now += 1.5
-            self.gateway._handle(self.handled)
-            self.handled = None
+            self.gateway._handle(self.next_frame)
+            self.next_frame = None
             return found()
         self.now += seconds
         return found()
@@ -46,15 +49,16 @@ class Connection:
 
 @pytest.fixture
 def connection(monkeypatch):
-    """The connection. The gateway uses its clock."""
-    made = Connection()
+    """A fake connection whose clock replaces `time` in the gateway's module."""
+    made = FakeConnection()
     monkeypatch.setattr(evaluations, "time", types.SimpleNamespace(monotonic=lambda: made.now, sleep=lambda _: None))
     return made
 
 
 @pytest.fixture
 def gateway(connection):
-    """A gateway with a request.timeout of 30 s that has sent as many messages as may be unhandled."""
+    """A gateway whose send window is full: it has sent WINDOW messages, none of them handled. Its request timeout is
+    30 s."""
     context = types.SimpleNamespace(
         taskAttemptId=lambda: 1, attemptNumber=lambda: 0, stageId=lambda: 0, partitionId=lambda: 0
     )
@@ -65,8 +69,9 @@ def gateway(connection):
     return made
 
 
-def test_a_send_without_credit(gateway, connection):
-    """A send requests credit, fails after request.timeout without progress, and names operator and backlog."""
+def test_a_send_without_room_fails_after_the_request_timeout(gateway, connection):
+    """If the send window stays full, a send asks for HANDLED, and fails after the request timeout with an error that
+    names the operator and the backlog."""
     with pytest.raises(
         stagecrew.errors.CoordinationTimeout,
         match=f"'the operator' has {WINDOW} unhandled messages of this task .{2 * WINDOW} bytes.* within 30 s",
@@ -77,33 +82,33 @@ def test_a_send_without_credit(gateway, connection):
 
 
 def test_a_send_continues_when_a_message_is_handled(gateway, connection):
-    """Each handled message gives credit, for which a send waits."""
-    connection.handled = Frame("HANDLED", {"sequence": 1})
+    """A send that waits for room continues as soon as one message is handled."""
+    connection.next_frame = Frame("HANDLED", {"sequence": 1})
     gateway.send(b"x")
     assert connection.waits == [30.0]
 
 
-def test_credit_that_arrives_between_two_checks(gateway, connection):
-    """If another thread reads the credit while a sender checks for it, the sender continues."""
+def test_room_that_appears_just_after_the_check_is_noticed(gateway, connection):
+    """If another thread receives HANDLED between the sender's check and its wait, the sender does not wait."""
     real_has_room = gateway._has_room
 
-    def has_room_with_late_credit(size):
+    def has_room_just_before_handled(size):
         found = real_has_room(size)
-        gateway._handled = WINDOW  # the other reader, just after the check
+        gateway._handled = WINDOW  # as if another thread had received HANDLED just after the check
         return found
 
-    gateway._has_room = has_room_with_late_credit
+    gateway._has_room = has_room_just_before_handled
     gateway.send(b"one more")
     assert connection.waits == []
 
 
 def test_the_timeout_of_a_request_includes_all_its_waits(gateway, connection):
-    """The waits for credit and for the reply together take at most the timeout of the request."""
+    """A request waits for room and for its reply, and both waits together take at most its timeout."""
     with pytest.raises(stagecrew.errors.CoordinationTimeout, match=r"within 0\.5 s"):
         gateway.request(b"x", timeout=0.5)
     assert connection.waits == [0.5]
     connection.waits.clear()
-    connection.handled = Frame("HANDLED", {"sequence": 1})
+    connection.next_frame = Frame("HANDLED", {"sequence": 1})
     began = connection.now
     with pytest.raises(stagecrew.errors.CoordinationTimeout, match=r"did not reply within 2 s"):
         gateway.request(b"x", timeout=2.0)
@@ -111,9 +116,9 @@ def test_the_timeout_of_a_request_includes_all_its_waits(gateway, connection):
     assert connection.now - began == 2.0
 
 
-def test_a_reply_without_a_waiting_request(gateway, connection):
-    """A late reply is dropped."""
-    connection.handled = Frame("HANDLED", {"sequence": 1})
+def test_a_late_reply_is_dropped(gateway, connection):
+    """A reply that arrives after its request has timed out is dropped."""
+    connection.next_frame = Frame("HANDLED", {"sequence": 1})
     with pytest.raises(stagecrew.errors.CoordinationTimeout):
         gateway.request(b"x", timeout=2.0)
     gateway._handle(Frame("REPLY", {"sequence": WINDOW + 1, "outcome": "ok", "payload": b"much"}))
@@ -121,7 +126,8 @@ def test_a_reply_without_a_waiting_request(gateway, connection):
 
 
 def test_more_events_are_requested_while_one_is_handled(gateway, connection):
-    """Another waiting thread must not starve while this one handles a large event, or the last of many."""
+    """If credit is low when a thread takes the last event, more credit is requested immediately, so that other waiting
+    threads do not starve while this thread handles the event."""
 
     def arrive(*events):
         gateway._handle(Frame("EVENTS", {"first": 1, "payloads": events}))
@@ -138,12 +144,13 @@ def test_more_events_are_requested_while_one_is_handled(gateway, connection):
     assert connection.frames.count("CREDIT_REQUEST") == 3
 
 
-def test_held_back_messages_are_sent_before_the_next_event(gateway, connection):
-    """Held back messages are sent even if the next event has arrived: the task may work on it for long."""
+def test_buffered_messages_are_sent_before_the_next_event_is_returned(gateway, connection):
+    """Buffered messages are flushed even if the next event has already arrived, because the task may work on that event
+    for a long time."""
     gateway._handle(Frame("HANDLED", {"sequence": WINDOW}))
     gateway._handle(Frame("EVENTS", {"first": 1, "payloads": [b"\0", b"\0"]}))
     gateway.send(b"x")
-    gateway.send(b"x")  # a quick message: it is held back
+    gateway.send(b"x")  # sent right after the previous one, so it is buffered
     assert gateway._unsent
     next(gateway.events())
     assert not gateway._unsent
@@ -151,15 +158,16 @@ def test_held_back_messages_are_sent_before_the_next_event(gateway, connection):
 
 
 def test_the_end_reaches_all_receivers(gateway):
-    """The end also reaches later calls."""
+    """After the coordinator closes its gateway, every current and later `events()` iterator ends."""
     gateway._handle(Frame("EVENTS", {"first": 1, "payloads": [b"\0", END]}))
     assert list(gateway.events()) == [b""]
     assert list(gateway.events()) == []
 
 
 @pytest.mark.parametrize("call", [lambda gateway: next(gateway.events()), lambda gateway: gateway.request(b"x", 60)])
-def test_a_thread_that_waits_when_the_evaluation_ends(gateway, connection, call):
-    """A waiting thread is notified, and does not stay in its worker."""
+def test_the_end_of_an_evaluation_wakes_a_waiting_thread(gateway, connection, call):
+    """A waiting thread is woken with EvaluationEnded when the evaluation ends, so it does not linger in the worker
+    process."""
     gateway._handle(Frame("HANDLED", {"sequence": WINDOW}))
 
     def wait(found, _seconds):

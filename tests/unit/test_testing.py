@@ -1,4 +1,4 @@
-"""`stagecrew.testing.opened`: tests of functions that use listeners, without Spark."""
+"""`stagecrew.testing.opened`, with which functions that use listeners are tested without Spark."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def numbers(context, first):
 
 
 def test_a_fake_value():
-    """`get` returns the fake, also None, and nothing is opened."""
+    """`get` returns the given fake value, even None, and the listener is not opened."""
     pool = Pool("a")
     for fake in ("fake", None):
         with opened(pool, value=fake) as value:
@@ -49,17 +49,17 @@ def test_a_fake_value():
 
 
 def test_two_equal_listeners():
-    """Of two listeners with equal arguments, each has its own value, in whatever order they were opened."""
+    """Two listeners with equal arguments each have their own value."""
     one, two = numbers(1), numbers(1)
     with opened(one, value="one"), opened(two, value="two"):
         assert (one.get(), two.get()) == ("one", "two")
-        assert numbers(1).get() == "two"  # an equal listener gets the innermost value
+        assert numbers(1).get() == "two"  # a third equal listener gets the innermost value
     with pytest.raises(ResourceNotOpen):
         one.get()
 
 
 def test_opened_without_a_value():
-    """Without a value, the listener is opened as on an executor called `test`, and closed at the end."""
+    """Without a value, the listener is opened as on an executor named `test`, and closed at the end of the block."""
     pool = Pool("a")
     with opened(pool) as value:
         assert value is pool
@@ -74,7 +74,7 @@ def test_opened_without_a_value():
 
 
 def test_closed_when_the_body_raises():
-    """The exception of the body is unchanged, and `get` ends with the block."""
+    """If the block raises, the listener is closed, the exception is unchanged, and `get` fails afterwards."""
     pool = Pool("a")
     with pytest.raises(ZeroDivisionError), opened(pool):
         raise ZeroDivisionError
@@ -84,7 +84,7 @@ def test_closed_when_the_body_raises():
 
 
 def test_closed_when_open_raises():
-    """As on an executor, each attempted open has one close. The exception of `open` is raised."""
+    """If `open` raises, the listener is closed once, as on an executor, and the exception is raised."""
     pool = Pool("a", fails=True)
     with pytest.raises(OSError, match="no database"), opened(pool):
         raise AssertionError("the body must not run")
@@ -93,8 +93,9 @@ def test_closed_when_open_raises():
         pool.get()
 
 
-def test_several_and_others():
-    """Each has its own value. A listener that is not opened raises, with the reason."""
+def test_several_opened_listeners():
+    """Each opened listener has its own value. `get` of a listener that is not opened raises an error with the
+    reason."""
     one, two, other = numbers(1), numbers(2), numbers(3)
     with opened(one, value="one"), opened(two, value="two"):
         assert (one.get(), two.get()) == ("one", "two")
@@ -108,7 +109,7 @@ def test_several_and_others():
 
 
 def test_in_other_threads_and_pickled_functions():
-    """Threads and pickled functions get the same value."""
+    """Other threads and pickled functions get the same value."""
     made, values = numbers(1), []
     with opened(made, value="fake"):
         thread = threading.Thread(target=lambda: values.append(made.get()))

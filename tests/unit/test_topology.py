@@ -1,4 +1,4 @@
-"""How topologies begin and end in threads, with a fake driver. No JVM runs here."""
+"""How topologies begin and end in threads, with a fake driver and without a JVM."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from stagecrew.session.topology import Topology
 from stagecrew.wire.frames import decode_all
 
 
-class Context:
-    """A SparkContext's local properties and job tags. Each thread has its own."""
+class FakeContext:
+    """A fake SparkContext with local properties and job tags, which each thread has for itself."""
 
     def __init__(self) -> None:
         self._jsc: Any = object()
@@ -38,7 +38,7 @@ class Context:
 
     @property
     def ended_here(self) -> str | None:
-        """The ids of the topologies that have ended in this thread."""
+        """The ids of the last topologies that have ended in this thread."""
         return self._here.__dict__.get("ended_here")
 
     def setLocalProperty(self, key: str, value: str | None) -> None:
@@ -58,8 +58,8 @@ class Context:
         self._jsc = None
 
 
-class Driver:
-    """The driver's side: the active topologies, the recorded calls, and the activities that it reports."""
+class FakeDriver:
+    """A fake of the driver's JVM. It records topologies and calls, and reports the activities that a test sets."""
 
     def __init__(self) -> None:
         self.parents: dict[str, str | None] = {}
@@ -100,7 +100,7 @@ class Driver:
 @pytest.fixture
 def crew() -> Any:
     """A crew whose driver refuses to begin a topology inside an ended one."""
-    made: Any = Crew(Context(), Driver())
+    made: Any = Crew(FakeContext(), FakeDriver())
     return made
 
 
@@ -124,7 +124,8 @@ def in_thread(f: Callable[[], Any]) -> Any:
 
 
 def test_nested_topologies_set_the_property_and_tags(crew):
-    """Inside, the thread has the property of the innermost topology and the tags of all. Then it is as before."""
+    """Inside nested topologies, the thread has the property of the innermost one and the tags of all. Afterwards, its
+    property and tags are restored."""
     crew.context.setLocalProperty(PROPERTY, "somebody's")
     with topology(crew, "a") as a:
         assert is_in(crew, a)
@@ -138,7 +139,8 @@ def test_nested_topologies_set_the_property_and_tags(crew):
 
 
 def test_closed_out_of_order(crew):
-    """Closing the outer topology ends the inner one. The thread is then in none, and another topology can begin."""
+    """Closing the outer topology also ends the inner one. The thread is then in no topology, and another one can
+    begin."""
     a, b = topology(crew, "a").start(), topology(crew, "b").start()
     a.close()
     assert is_in(crew)
@@ -155,7 +157,8 @@ def test_closed_out_of_order(crew):
 
 
 def test_the_middle_one_is_closed_first(crew):
-    """The thread is then in the innermost active topology, and the next one begins inside that."""
+    """If the middle one of three topologies is closed, the thread is in the outer one, and the next topology begins
+    inside that."""
     with topology(crew, "a") as a:
         b, c = topology(crew, "b").start(), topology(crew, "c").start()
         b.close()
@@ -168,7 +171,8 @@ def test_the_middle_one_is_closed_first(crew):
 
 
 def test_closed_in_another_thread(crew):
-    """The topology ends. Its own thread leaves it at the thread's next start, wrap or close."""
+    """A topology can be closed in another thread. The thread that started it leaves it at its next start, wrap or
+    close."""
     for clean in (lambda one: one.close(), lambda _: topology(crew, "next").start().close()):
         one = topology(crew, "one").start()
         in_thread(one.close)
@@ -197,7 +201,8 @@ def test_started_elsewhere_closed_here(crew):
 
 
 def test_wrapped_in_its_own_thread(crew):
-    """After a wrapped function that is called inside its topology, the thread is still in it."""
+    """After a call of a function that was wrapped by one of the thread's own topologies, the thread is still in all of
+    them."""
     with topology(crew, "a") as a:
         with topology(crew, "b") as b:
             assert a.wrap(lambda: is_in(crew, b, a))()
@@ -208,7 +213,8 @@ def test_wrapped_in_its_own_thread(crew):
 
 
 def test_wrapped_in_another_thread(crew):
-    """The thread is in the topology during the call, also for topologies that begin inside. Then it is as before."""
+    """Another thread that calls a wrapped function is in the topology during the call, and topologies that it begins
+    are inside that topology. Afterwards, the thread is in none."""
 
     def work() -> bool:
         assert is_in(crew, a)
@@ -221,7 +227,8 @@ def test_wrapped_in_another_thread(crew):
 
 
 def test_a_thread_that_inherited_the_topology(crew):
-    """With pyspark.InheritableThread, topologies begin inside the inherited one. When that has ended, in none."""
+    """In a thread that inherited a topology (pyspark.InheritableThread), topologies begin inside the inherited one.
+    After that one has ended, they begin inside none."""
     a = topology(crew, "a").start()
     inside, closed = threading.Event(), threading.Event()
 
@@ -252,7 +259,8 @@ def test_a_thread_that_inherited_the_topology(crew):
 
 
 def test_a_closing_topology_keeps_its_threads(crew):
-    """A wrapped function for which the exit waits stays in its topology to its end. New calls are refused."""
+    """A wrapped function that is running when its topology begins to close stays in the topology until it returns. New
+    calls are refused."""
     with topology(crew, "a") as a:
 
         def work() -> bool:
@@ -269,7 +277,8 @@ def test_a_closing_topology_keeps_its_threads(crew):
 
 
 def test_after_the_session_has_stopped(crew):
-    """`start` and wrapped functions raise `NotActive` with the remedy. `close` does nothing."""
+    """After the session has stopped, `start` and wrapped functions raise `NotActive` with the remedy, and `close` does
+    nothing."""
     new, a = topology(crew, "new"), topology(crew, "a").start()
     wrapped = a.wrap(print)
     crew.context._jsc = None
@@ -284,7 +293,8 @@ def test_after_the_session_has_stopped(crew):
 
 
 def test_a_notebook_cell_that_starts_its_topology_again(crew):
-    """`start` raises if an active topology of that name was started in this thread. The message has the remedy."""
+    """`start` raises an error with the remedy if this thread has already started a topology of that name that is still
+    active."""
     first = topology(crew, "notebook").start()
     with topology(crew, "inside"), pytest.raises(TopologyError) as refused:
         topology(crew, "notebook").start()
@@ -301,7 +311,8 @@ def test_a_notebook_cell_that_starts_its_topology_again(crew):
 
 
 def test_allowed_topologies_of_one_name(crew):
-    """Nested `with` blocks, `start` inside `with` and vice versa, another name, another thread, one after another."""
+    """Topologies with one name can begin in nested `with` blocks, by `start` inside `with` and vice versa, in different
+    threads, and one after another."""
     with topology(crew, "t"), topology(crew, "t"):
         outer = topology(crew, "t").start()
         with topology(crew, "t"):
@@ -313,7 +324,8 @@ def test_allowed_topologies_of_one_name(crew):
 
 
 def test_a_thread_inside_the_topology_cannot_start_it_again(crew):
-    """A wrapped function, and a thread that inherited the topology, are in it too."""
+    """A wrapped function, or a thread that inherited a topology, is inside the topology and cannot start another one of
+    that name."""
     outer = topology(crew, "t").start()
 
     def again() -> bool:
@@ -330,7 +342,7 @@ def test_a_thread_inside_the_topology_cannot_start_it_again(crew):
 
 
 def test_active_topologies(crew):
-    """The topologies that have begun and not begun to close, outermost first, as a tuple."""
+    """`active` is a tuple of the topologies that have begun and have not begun to close, outermost first."""
     assert crew.active == ()
     with topology(crew, "a") as a, topology(crew, "b") as b:
         new = topology(crew, "new")
@@ -344,9 +356,9 @@ def test_active_topologies(crew):
 
 def test_close_all(crew):
     """`close_all` closes all topologies of all threads in reverse, cancels their jobs, and raises the first error."""
-    a, b = topology(crew, "a").start(), failed(crew, "b")
+    a, b = topology(crew, "a").start(), with_failed_coordinator(crew, "b")
     c = in_thread(topology(crew, "c").start)
-    d = failed(crew, "d")
+    d = with_failed_coordinator(crew, "d")
     with pytest.raises(CoordinatorFailed, match="'d' failed"):
         crew.close_all()
     assert crew.connection.facade.ended == [d.id, c.id, b.id, a.id]
@@ -357,7 +369,8 @@ def test_close_all(crew):
 
 
 def test_close_all_is_bounded(crew, monkeypatch):
-    """What does not end when it is cancelled is waited for until `spark.stagecrew.close.timeout`, and is named."""
+    """`close_all` waits at most `spark.stagecrew.close.timeout` for jobs that do not end although they were
+    cancelled."""
     crew.connection.close_timeout = 0.05
     one, two = topology(crew, "one").start(), topology(crew, "two").start()
     monkeypatch.setattr(
@@ -368,7 +381,7 @@ def test_close_all_is_bounded(crew, monkeypatch):
 
 
 def test_close_all_after_the_session_has_stopped(crew):
-    """`close_all` forgets the topologies, and raises nothing."""
+    """After the session has stopped, `close_all` forgets the topologies and raises nothing."""
     topology(crew, "a").start()
     crew.context._jsc = None
     crew.close_all()
@@ -376,7 +389,8 @@ def test_close_all_after_the_session_has_stopped(crew):
 
 
 def test_a_driver_that_has_forgotten_the_topology(crew):
-    """A normal exit raises nothing. Only the report raises, because the driver has none."""
+    """If the driver has forgotten a topology, its exit raises nothing. Only `report` raises, because the driver has
+    none."""
     with topology(crew, "a") as a:
         pass
     with pytest.raises(TopologyError, match="no longer knows it"):
@@ -385,7 +399,7 @@ def test_a_driver_that_has_forgotten_the_topology(crew):
 
 
 def test_a_query_that_starts_while_it_is_cancelled(crew):
-    """A cancelling exit stops queries until none are left. An exit that only waits stops none."""
+    """A cancelling close stops queries until none are left. A close without `cancel` only waits for them."""
     a = topology(crew, "a").start()
     crew.connection.facade.activities = [{"jobs": [1]}, {"queries": ["late"]}, {"queries": ["late"]}]
     a.close(cancel=True)
@@ -396,7 +410,7 @@ def test_a_query_that_starts_while_it_is_cancelled(crew):
     assert crew.connection.facade.calls == []
 
 
-def failed(crew: Crew, name: str) -> Topology:
+def with_failed_coordinator(crew: Crew, name: str) -> Topology:
     """An active topology with a failed coordinator."""
     one = topology(crew, name).start()
     one.operators.cause = ZeroDivisionError(f"of {name}")
@@ -404,8 +418,9 @@ def failed(crew: Crew, name: str) -> Topology:
 
 
 def test_a_failure_of_a_coordinator_is_raised_once(crew):
-    """The first close of its own topology raises it, whatever ended that. Other closes and later ones do not."""
-    outer, inner = failed(crew, "outer"), failed(crew, "inner")
+    """A coordinator's failure is raised by the first `close` of its own topology, even if an outer topology's close has
+    already ended it. Later closes do not raise it."""
+    outer, inner = with_failed_coordinator(crew, "outer"), with_failed_coordinator(crew, "inner")
     with pytest.raises(CoordinatorFailed, match="'outer' failed: ZeroDivisionError: of outer"):
         outer.close()
     assert inner.has_ended
@@ -416,8 +431,8 @@ def test_a_failure_of_a_coordinator_is_raised_once(crew):
 
 
 def test_a_failure_of_a_coordinator_after_another_error(crew):
-    """An error of the exit comes first. The next close raises the coordinator's failure."""
-    one = failed(crew, "t")
+    """If closing itself fails, that error is raised first. The next `close` raises the coordinator's failure."""
+    one = with_failed_coordinator(crew, "t")
     crew.connection.facade.activity = lambda _: 1 / 0
     with pytest.raises(ZeroDivisionError, match="division"):
         one.close()
@@ -426,8 +441,9 @@ def test_a_failure_of_a_coordinator_after_another_error(crew):
 
 
 def test_a_failure_of_a_coordinator_hides_no_interrupt(crew):
-    """A KeyboardInterrupt passes a `close` in a `finally` block, as it passes a `with`."""
-    one = failed(crew, "t")
+    """A KeyboardInterrupt is raised instead of a coordinator's failure, both by `close` in a `finally` block and by a
+    `with` block."""
+    one = with_failed_coordinator(crew, "t")
     with pytest.raises(KeyboardInterrupt):
         try:
             raise KeyboardInterrupt
@@ -441,7 +457,8 @@ def test_a_failure_of_a_coordinator_hides_no_interrupt(crew):
 
 
 def test_a_failure_of_a_coordinator_is_raised_once_by_with(crew):
-    """A failure that a `close` inside the block raised is not raised again."""
+    """A `with` block does not raise a coordinator's failure again that a `close` inside the block has already
+    raised."""
     with topology(crew, "t") as one:
         one.operators.cause = ValueError()
         with pytest.raises(CoordinatorFailed):
@@ -449,7 +466,7 @@ def test_a_failure_of_a_coordinator_is_raised_once_by_with(crew):
 
 
 def test_a_listener_remembers_few_topologies(crew):
-    """A listener that is used repeatedly keeps only the last few places."""
+    """A listener remembers only the last five topologies that it was registered for."""
     listener = Listener()
     for i in range(20):
         crew.topology(f"run {i % 10}", listeners=[listener]).start().close()
@@ -458,7 +475,8 @@ def test_a_listener_remembers_few_topologies(crew):
 
 
 def test_a_thread_remembers_its_ended_topologies(crew):
-    """The last few that have listeners, for errors of tasks that the thread starts later. Other threads do not."""
+    """A thread remembers the last five of its ended topologies that had listeners, so that errors of its later tasks
+    can name them. Other threads do not remember them."""
     ids = []
     for i in range(8):
         with crew.topology(f"run {i}", listeners=[Listener()]) as one, topology(crew, "without listeners"):
@@ -473,7 +491,7 @@ def test_a_thread_remembers_its_ended_topologies(crew):
 
 
 def test_failures_of_all_ended_topologies_are_reported(crew, caplog):
-    """Failures of a topology that ended together with its outer one are reported, too."""
+    """Failures of a topology that ended together with its outer topology are reported, too."""
     failed = SimpleNamespace(name="pool", failures=1, executor="1", last_error="")
     failed.last_error = (
         'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    no()\nValueError: no\nmore\na note\n'

@@ -1,4 +1,4 @@
-"""Wrong arguments are refused on the driver with one sentence that says what to write."""
+"""Wrong arguments are refused on the driver, with one sentence that says what to write."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from stagecrew.session.registration import checked, pickled
 CONTEXT = ListenerContext("app", "topology", "id", "1", "localhost", Scope.WORKER)
 
 
-def of_resource(**options: Any) -> Any:
-    """Returns a resource that was decorated with these options."""
+def resource_with(**options: Any) -> Any:
+    """Returns a resource whose function was decorated with these options."""
 
     @resource(**options)
     def pool(context):
@@ -31,20 +31,20 @@ def of_resource(**options: Any) -> Any:
     return pool()
 
 
-def of_class(scope: Any = Scope.WORKER, lifetime: Any = Lifetime.APPLICATION) -> Any:
+def class_with(scope: Any = Scope.WORKER, lifetime: Any = Lifetime.APPLICATION) -> Any:
     """Returns a listener whose class has these attributes."""
     return type("Pool", (Listener,), {"scope": scope, "lifetime": lifetime})()
 
 
-def of_instance(**attributes: Any) -> Any:
+def instance_with(**attributes: Any) -> Any:
     """Returns a registered listener that got these attributes after its creation."""
     listener = Listener()
     vars(listener).update(attributes)
     return checked([listener])[0]
 
 
-class Scoped(Listener):
-    """Has a scope per instance."""
+class ScopedByProperty(Listener):
+    """Computes its scope in a property."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -64,31 +64,32 @@ class Frozen(Listener):
 # -- scopes and lifetimes
 
 
-@pytest.mark.parametrize("made", [of_resource, of_class, of_instance])
-def test_scopes_and_lifetimes_can_be_given_as_text(made):
+@pytest.mark.parametrize("make", [resource_with, class_with, instance_with])
+def test_scopes_and_lifetimes_can_be_given_as_text(make):
     """`"executor"` works like `Scope.EXECUTOR`, and `"execution"` like `Lifetime.EXECUTION`, also when pickled."""
-    listener = pickle.loads(pickled([made(scope="executor", lifetime="execution")])[0])
+    listener = pickle.loads(pickled([make(scope="executor", lifetime="execution")])[0])
     assert (listener.scope, listener.lifetime) == (Scope.EXECUTOR, Lifetime.EXECUTION)
 
 
-@pytest.mark.parametrize("made", [of_resource, of_class, of_instance])
+@pytest.mark.parametrize("make", [resource_with, class_with, instance_with])
 @pytest.mark.parametrize("wrong", ["node", "EXECUTOR", None, 1, Lifetime.EXECUTION])
-def test_an_unknown_scope_is_refused(made, wrong):
-    """The definition of the class, the decoration, or the registration raises. The sentence has the valid values."""
+def test_an_unknown_scope_is_refused(make, wrong):
+    """An unknown scope is refused when the class is defined, the function decorated or the listener registered. The
+    error lists the valid scopes."""
     with pytest.raises(ConfigurationError, match=r"^scope .* is none of 'worker', 'executor'"):
-        made(scope=wrong)
+        make(scope=wrong)
 
 
-@pytest.mark.parametrize("made", [of_resource, of_class, of_instance])
-def test_an_unknown_lifetime_is_refused(made):
-    """An unknown lifetime is refused in the same places as an unknown scope."""
+@pytest.mark.parametrize("make", [resource_with, class_with, instance_with])
+def test_an_unknown_lifetime_is_refused(make):
+    """An unknown lifetime is refused when the class is defined, the function decorated or the listener registered."""
     with pytest.raises(ConfigurationError, match=r"^lifetime .* is none of 'application', 'execution'"):
-        made(lifetime="job")
+        make(lifetime="job")
 
 
-def test_a_listener_may_compute_its_scope():
-    """With a property, or as a field of a frozen dataclass."""
-    assert checked([Scoped("executor")])[0].scope is Scope.EXECUTOR
+def test_a_listener_can_compute_its_scope():
+    """A listener's scope can be a property, or a field of a frozen dataclass."""
+    assert checked([ScopedByProperty("executor")])[0].scope is Scope.EXECUTOR
     assert checked([Frozen("executor")])[0].scope is Scope.EXECUTOR
 
 
@@ -96,7 +97,7 @@ def test_a_listener_may_compute_its_scope():
 
 
 def test_a_resource_needs_a_generator_function():
-    """The decoration refuses anything else."""
+    """`@resource` refuses anything but a generator function with a first parameter."""
 
     def plain(context):
         return 1
@@ -117,7 +118,7 @@ def test_a_resource_needs_a_generator_function():
 
 
 def test_everything_that_creates_generators_is_accepted():
-    """A wrapped generator function, a partial one, and an object whose call is one."""
+    """`@resource` accepts a wrapped generator function, a partial of one, and an object whose `__call__` is one."""
 
     def pool(context, dsn):
         yield dsn
@@ -149,7 +150,8 @@ def test_everything_that_creates_generators_is_accepted():
     ],
 )
 def test_a_resource_takes_the_arguments_of_its_function(args, kwargs, problem):
-    """The call raises, and not a task. The sentence contains no values, because they may be secrets."""
+    """Wrong arguments are refused when a resource is created, before any task runs. The error contains no values,
+    because they could be secrets."""
 
     @resource(name="pool")
     def pool(context, dsn, *, size=1):
@@ -161,7 +163,7 @@ def test_a_resource_takes_the_arguments_of_its_function(args, kwargs, problem):
 
 
 def test_a_pickled_resource_is_not_checked_again():
-    """The driver has checked it."""
+    """A pickled resource is not checked again, because the driver has checked it."""
 
     @resource
     def pool(context, *, size=1):
@@ -175,7 +177,7 @@ def test_a_pickled_resource_is_not_checked_again():
 
 
 def test_a_commit_log_by_its_folder(tmp_path):
-    """A path, as a text or an object, is the folder of a commit log."""
+    """A path, given as a text or an object, is used as the folder of a commit log."""
     for folder in (str(tmp_path / "one"), tmp_path / "two"):
         commit_log = commit_log_of(folder)
         assert isinstance(commit_log, FileCommitLog)
@@ -187,7 +189,7 @@ def test_a_commit_log_by_its_folder(tmp_path):
 
 @pytest.mark.parametrize("wrong", ["s3://bucket/decisions", "", 7, FileCommitLog])
 def test_invalid_commit_logs_are_refused(wrong):
-    """A URI is not a folder of this host, and a class must be called first."""
+    """A URI, an empty text, a number or a class is refused as a commit log."""
     with pytest.raises(OperatorMisused, match=r"^commit_log=.* is neither a folder .* nor a commit log"):
         commit_log_of(wrong)
 
@@ -215,7 +217,7 @@ class Job:
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A module in the submitter's folder, or in an archive that is part of the job."""
+    """The folder with a module of the submitter, and an archive with the same module in a package."""
     (tmp_path / "validated_etl.py").write_text(MODULE)
     with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
         archive.writestr("zipped_etl/__init__.py", "")
@@ -235,7 +237,7 @@ def module(tmp_path, monkeypatch):
     ],
 )
 def test_a_job_must_match_the_arguments_of_its_function(module, name, function, arguments, problem):
-    """Arguments are compared at submission with the source of the function, which is not run."""
+    """At submission, a job's arguments are compared with the source of its function, which is not run."""
     with pytest.raises(ConfigurationError) as raised:
         JobSpec.of_function(f"{name}:{function}", arguments, py_files=[module / "package.zip"])
     assert f"{name}:{function}" in str(raised.value)
@@ -255,14 +257,14 @@ def test_a_job_must_match_the_arguments_of_its_function(module, name, function, 
     ],
 )
 def test_arguments_that_match_or_are_unknown_are_accepted(module, function, arguments):
-    """A function whose source does not determine its arguments accepts any."""
+    """Arguments are accepted if they match the function, or if its source does not determine its arguments."""
     for name in ("validated_etl", "zipped_etl.nightly"):
         JobSpec.of_function(f"{name}:{function}", arguments, py_files=[module / "package.zip"])
 
 
 def test_arguments_of_installed_functions_are_checked():
-    """The source of an installed module is read as well."""
+    """Arguments are also compared with the source of a function in an installed module."""
     with pytest.raises(ConfigurationError, match="json:loads is called without s"):
         JobSpec.of_function("json:loads", {})
     JobSpec.of_function("json:loads", {"s": "1"})
-    JobSpec.of_function("math:sqrt", {})  # written in C: nothing is known
+    JobSpec.of_function("math:sqrt", {})  # written in C, so its arguments are unknown
