@@ -11,22 +11,22 @@ import org.apache.spark.stagecrew.wire.{Frame, FrameException, Frames}
 
 /** Checks the wire format with test vectors that Python created. */
 class FramesSuite extends AnyFunSuite {
-  private case class Vector_(kind: String, fields: Seq[(String, Char, Any)], frame: Array[Byte])
+  private case class TestVector(kind: String, fields: Seq[(String, Char, Any)], frame: Array[Byte])
 
   private def bytes(hex: String): Array[Byte] = hex.grouped(2).map(Integer.parseInt(_, 16).toByte).toArray
 
   private val file: Path = Iterator.iterate(Path.of("").toAbsolutePath)(_.getParent).takeWhile(_ != null)
     .map(_.resolve("tests/frames-vectors.json")).find(Files.exists(_)).get
 
-  private val vectors: Seq[Vector_] = new ObjectMapper().readTree(file.toFile).elements.asScala.toSeq.map { node =>
+  private val vectors: Seq[TestVector] = new ObjectMapper().readTree(file.toFile).elements.asScala.toSeq.map { node =>
     val fields = node.get("fields").properties.asScala.toSeq.map(e => e.getKey -> e.getValue)
-    Vector_(
+    TestVector(
       node.get("kind").asText,
-      fields.zip(node.get("types").asText).map { case ((name, value), type_) => (name, type_, of(type_, value)) },
+      fields.zip(node.get("types").asText).map { case ((name, value), type_) => (name, type_, fieldOf(type_, value)) },
       bytes(node.get("frame").asText))
   }
 
-  private def of(type_ : Char, value: JsonNode): Any = type_ match {
+  private def fieldOf(type_ : Char, value: JsonNode): Any = type_ match {
     case 'q' => value.asLong
     case 's' => value.asText
     case 'b' => bytes(value.asText)
@@ -35,7 +35,7 @@ class FramesSuite extends AnyFunSuite {
 
   private def small = vectors.filter(_.frame.length < 2000)
 
-  private def check(frame: Frame, vector: Vector_): Unit = {
+  private def check(frame: Frame, vector: TestVector): Unit = {
     assert(frame.kind == vector.kind)
     vector.fields.foreach {
       case (name, 'q', value) => assert(frame.long(name) == value)

@@ -125,7 +125,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(1).closes == 1 && counts(1).failures == 1 && counts(1).lastError.contains("no close"))
   }
 
-  test("a hanging open is interrupted at its timeout, its listener is closed, and the error names it") {
+  test("a hanging open is interrupted at its timeout, its listener is closed, and the error names the listener") {
     val hanging = listeners(classOf[A], classOf[Hanging])
     val failed = intercept[OpenFailedException](hanging.open())
     assert(failed.getMessage.contains("Hanging") && failed.getMessage.contains("1000 ms"))
@@ -164,7 +164,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(0).closeMicros >= 1000000 && timed("close") == ledger.of("t").totals.closeMicros)
   }
 
-  test("after a failed decorate, the earlier decorations are left, and the error names the listener") {
+  test("after a failed `decorate`, the earlier decorations are left, and the error names the listener") {
     val three = listeners(classOf[A], classOf[FailingDecorate], classOf[C])
     three.open()
     val failed = intercept[OpenFailedException](three.decorate(null))
@@ -173,7 +173,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(1).failures == 1)
   }
 
-  test("a decoration that fails at its end is counted, and the outer decorations are left") {
+  test("a decoration whose close fails is counted, and the outer decorations are left") {
     val two = listeners(classOf[A], classOf[FailingLeave])
     two.open()
     two.leave(two.decorate(null))

@@ -29,7 +29,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(topologiesIn(next)("a").listeners(0).opens == 2)
   }
 
-  test("the driver receives the same counts") {
+  test("the driver receives the same counts that the executor has") {
     val ledger = new Ledger
     ledger.listener("a", 3, "\"<&", "executor")(_.copy(opens = 1, closes = 2, failures = 3, lost = 4, openMicros = 5,
       closeMicros = Long.MaxValue, lastError = "line\n\u00e4\u20ac"))
@@ -95,7 +95,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(totalsIn(ledger.full("0")._2) == expected)
   }
 
-  test("counts are unchanged after JSON, and those of an older version without releaseFailures are read") {
+  test("counts can be written as JSON and read again, and those of an older version, without releaseFailures, can be read") {
     val counts = ExecutorCounts(partitions = PartitionCounts(1, 2, 3, 4, 5, 6, 7, 8))
     assert(Json.as[ExecutorCounts](Json.tree(counts)) == counts)
     assert((counts + counts).partitions.releaseFailures == 16)

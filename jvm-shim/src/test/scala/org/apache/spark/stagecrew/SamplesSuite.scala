@@ -42,7 +42,7 @@ class SamplesSuite extends AnyFunSuite {
       ProcessView("1", "h", 8, "worker", 500, 0, Vector(Sample(2500, 7, 50, 2, 3), Sample(3500, 7, 0, 2, 3)))))
   }
 
-  test("a report that is lost or repeated changes nothing, and everything is bounded") {
+  test("a report that is lost or repeated changes nothing, and the numbers of samples and ended processes are bounded") {
     val f = new Fixture(ended = 2)
     (1 to 100).foreach { n =>
       f.sample(1000L * n, process(7, n.toLong))

@@ -8,7 +8,7 @@ import stagecrew.{TopologyContext, TopologyListener}
 object TaskStartSuite {
   val bodies = new AtomicInteger
 
-  /** An exception whose methods throw, so it cannot be printed. */
+  /** An exception that cannot be printed, because its own methods throw. */
   final class Unspeakable extends RuntimeException {
     override def getMessage: String = throw new IllegalStateException("no message")
   }
@@ -23,7 +23,7 @@ object TaskStartSuite {
   }
 }
 
-/** Every failure before the body of a task fails the attempt, because Spark only logs exceptions of `onTaskStart`. */
+/** Every failure before the body of a task fails the attempt, although Spark only logs what `onTaskStart` throws. */
 class TaskStartSuite extends AnyFunSuite {
   import TaskStartSuite._
 

@@ -19,21 +19,21 @@ class TopologyTableSuite extends AnyFunSuite {
   /** The expected state, computed without the table. */
   private final class Model {
     val table = new TopologyTable
-    private var booked = Map.empty[Long, Seq[String]]
+    private var counted = Map.empty[Long, Seq[String]]
     private var ended = Set.empty[String]
     private var quiescent = Set.empty[String]
 
-    private def attempts(topology: String) = booked.collect { case (attempt, chain) if chain.contains(topology) => attempt }.toSet
+    private def attempts(topology: String) = counted.collect { case (attempt, chain) if chain.contains(topology) => attempt }.toSet
 
     def apply(event: Event): Unit = {
       event match {
         case Begin(attempt) =>
-          val expected = booked.getOrElse(attempt, chains(attempt).filterNot(ended))
-          booked += attempt -> expected
+          val expected = counted.getOrElse(attempt, chains(attempt).filterNot(ended))
+          counted += attempt -> expected
           assert(table.begin(attempt, chains(attempt)) == expected)
         case Finish(attempt) =>
-          val chain = booked.getOrElse(attempt, Nil)
-          booked -= attempt
+          val chain = counted.getOrElse(attempt, Nil)
+          counted -= attempt
           val expected = chain.filter(topology => ended(topology) && attempts(topology).isEmpty)
           assert(table.finish(attempt) == expected)
           quiescent ++= expected
@@ -55,7 +55,7 @@ class TopologyTableSuite extends AnyFunSuite {
         assert(table.active(topology) == !ended(topology))
         if (quiescent(topology)) assert(table.attemptsOf(topology).isEmpty, s"an attempt of quiescent $topology appeared")
       }
-      chains.keys.foreach(attempt => assert(table.chainOf(attempt) == booked.getOrElse(attempt, Nil)))
+      chains.keys.foreach(attempt => assert(table.chainOf(attempt) == counted.getOrElse(attempt, Nil)))
     }
   }
 

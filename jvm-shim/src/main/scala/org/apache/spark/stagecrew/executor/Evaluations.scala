@@ -9,8 +9,9 @@ import driver._, spark._, wire._
  * The evaluations of an executor: calls of bound functions that exchange messages with coordinators on the driver. This
  * class holds their mailboxes, routes frames by the number of the evaluation, and never reads payloads.
  *
- * Link threads deliver frames from workers, and RPC threads deliver frames from the driver. Its lock is not held during
- * a write to a worker or to the driver. Only the lock of a single evaluation is, to keep its events in order.
+ * Link threads deliver frames from workers, and RPC threads deliver frames from the driver. Both write to workers and
+ * to the driver. During a write, the lock of this class is not held, but the lock of one evaluation may be, to keep its
+ * events in order.
  */
 final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.Attempts, toDriver: Array[Byte] => Unit) {
   import Evaluations._
@@ -96,8 +97,8 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
   /** Ends the evaluations of a worker whose link is closed. */
   def disconnected(link: Link): Unit = end(_.link eq link, "failed", s"$link has disconnected")
 
-  /** Ends the evaluations of an attempt that Spark has asked to end, so that no task waits for a coordinator.
-    * `attempts` must already return the failure. */
+  /** Ends the evaluations of an attempt that Spark has asked to end, so that its task does not wait for a coordinator.
+    * `attempts` must already know the failure. */
   def interrupted(attempt: Long): Unit = endAll(_.attempt == attempt, Some(Killed))
 
   /** Ends the evaluations of an attempt that has ended. If it did not fail, they are abandoned. `attempts` must already
@@ -132,16 +133,16 @@ object Evaluations {
     def runs(attempt: Long): Boolean
     /** Why the attempt failed, or that Spark has asked it to end. Called before `runs`. */
     def failureReason(attempt: Long): Option[String]
-    /** The attempt number of the stage, and its number of partitions. A Python task does not know them. */
+    /** The attempt number of the stage, and the stage's number of partitions. A Python task does not know them. */
     def stageOf(attempt: Long): (Int, Int)
   }
 
   /** Creates the `Evaluations` of an executor, with an RPC endpoint for messages from the driver. */
   def on(executor: String, settings: Settings, attempts: Attempts): Evaluations = {
-    lazy val driver = Rpc.driver(Coordination.EndpointName)
-    lazy val evaluations: Evaluations = new Evaluations(settings.mailboxEvents, settings.mailboxBytes, attempts,
+    val driver = Rpc.driver(Coordination.EndpointName)
+    val evaluations = new Evaluations(settings.mailboxEvents, settings.mailboxBytes, attempts,
       frames => driver.send(Frames.encode("FROM", executor, frames)))
-    lazy val endpoint: Peer = Rpc.endpoint(s"stagecrew-evaluations-$executor", new Handler {
+    val endpoint = Rpc.endpoint(s"stagecrew-evaluations-$executor", new Handler {
       override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit =
         Log.contained("handling a message of a coordinator")(evaluations.onDriverMessage(ByteBuffer.wrap(message)))
     })

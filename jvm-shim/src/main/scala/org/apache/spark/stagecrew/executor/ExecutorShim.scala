@@ -20,10 +20,9 @@ final class ExecutorShim extends ExecutorPlugin {
     val env = SparkEnv.get
     try {
       preparePythonPath()
-      crew = new ExecutorCrew(env.conf, env.executorId, Shim.version, Shim.jar,
-        extra.get(DriverShim.Timelines) == "true")
+      crew = new ExecutorCrew(env.conf, env.executorId, extra.get(DriverShim.Timelines) == "true")
       Log.contained("switching on the samples of Python processes")(PythonPath.assign(Sampling, crew.sampling))
-      // In a local master, the driver's metrics have the same names and include this executor.
+      // With a local master, the driver's metrics have the same names and include this executor.
       if (env.executorId != SparkContext.DRIVER_IDENTIFIER)
         Metrics.registerExecutor(plugin.metricRegistry(), crew.ledger)
       hook = SparkInternals.addShutdownHook(driver = false)(() => end())
@@ -36,14 +35,14 @@ final class ExecutorShim extends ExecutorPlugin {
     try if (notRunning != null) notRunning.taskStarted(task) else if (crew != null) crew.taskStarted(task) catch {
       // The rejection itself has failed, for example with an OutOfMemoryError or a StackOverflowError.
       case error: Throwable =>
-        SparkInternals.markInterrupted(task, s"stagecrew: this task cannot begin: ${error.getClass.getName}")
+        SparkInternals.markInterrupted(task, s"stagecrew: this task could not be started: ${error.getClass.getName}")
     }
   }
 
   override def shutdown(): Unit = {
     end()
     if (hook != null) Log.contained("removing the shutdown hook")(SparkInternals.removeShutdownHook(hook))
-    // In a local master, the same JVM may run another application without the plugin.
+    // With a local master, the same JVM may later run another application without the plugin.
     if (added) Log.contained("removing the jar from the PYTHONPATH")(PythonPath.remove(Shim.jar))
     Log.contained("switching off the samples of Python processes")(PythonPath.assign(Sampling, ""))
   }

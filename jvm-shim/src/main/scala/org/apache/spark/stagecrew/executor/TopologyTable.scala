@@ -11,7 +11,7 @@ import scala.collection.mutable
  * }}}
  *
  * Live attempts are a set, never a counter, and `begin` and `finish` are idempotent. An attempt that begins for a
- * closing or closed topology is not booked under it, so a quiescent topology never gets another attempt. Spark starts
+ * closing or closed topology is not counted in it, so a quiescent topology never gets another attempt. Spark does start
  * such tasks: a map stage that two jobs share runs with the properties of the first job. Thread-safe.
  */
 final class TopologyTable {
@@ -22,7 +22,8 @@ final class TopologyTable {
   private val closing = mutable.HashSet.empty[String]
   private val closed = new Bounded[String, Unit](RememberedClosed)()
 
-  /** Books an attempt under the active ones of these topologies, outermost first. Returns them. */
+  /** An attempt begins in these topologies, outermost first. It is counted in those that are active, which are
+    * returned. */
   def begin(attempt: Long, chain: Seq[String]): Seq[String] = synchronized(chains.getOrElseUpdate(attempt, {
     val live = chain.filter(active)
     live.foreach(topology => attempts.getOrElseUpdate(topology, mutable.HashSet.empty) += attempt)
@@ -58,7 +59,7 @@ final class TopologyTable {
   /** The live attempts of a topology. */
   def attemptsOf(topology: String): Set[Long] = synchronized(attempts.get(topology).map(_.toSet).getOrElse(Set.empty))
 
-  /** The topologies that an attempt is booked under. */
+  /** The topologies that an attempt is counted in. */
   def chainOf(attempt: Long): Seq[String] = synchronized(chains.getOrElse(attempt, Nil))
 
   /** Topologies that have live attempts or are closing. */
