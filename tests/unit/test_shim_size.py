@@ -8,7 +8,7 @@ from pathlib import Path
 MAIN = Path(__file__).parents[2] / "jvm-shim" / "src" / "main"
 
 #: How many lines of Scala and Java the shim may have that are neither blank nor comment. It may only be lowered: the goal is 4,000.
-MOST = 4_929
+MOST = 4_916
 WIDEST = 120
 
 COMMENT = re.compile(r"\s*(//|\*|/\*|$)")

@@ -83,13 +83,10 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
         case Mailbox.Accepted(sequence) => replies.add("ACCEPTED", evaluation.id, sequence)
         case Mailbox.Refused(reason) => replies.add("OVERFLOWED", evaluation.id, reason)
       }
-    case "REPLY" =>
-      // Before the reply is written: the worker may send FINISH as soon as it has the reply.
-      if (evaluation.finishing == Frames.sequenceOf(frame)) synchronized(byId -= evaluation.id)
-      evaluation.link.write(Frames.withLength(frame))
-    case "HANDLED" => evaluation.link.write(Frames.withLength(frame))
-    case "ABORT" =>
-      synchronized(byId -= evaluation.id)
+    case "REPLY" | "HANDLED" | "ABORT" =>
+      val isLast = kind == "ABORT" || (kind == "REPLY" && evaluation.finishing == Frames.sequenceOf(frame))
+      // This must precede the write, because the worker may send FINISH as soon as it has a reply.
+      if (isLast) synchronized(byId -= evaluation.id)
       evaluation.link.write(Frames.withLength(frame))
     case other => throw new FrameException(s"the driver does not send $other to an evaluation")
   }

@@ -46,8 +46,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
   /** A hook begins. It is overdue from `overdueAt` on. */
   def hookBegan(link: Link, topology: String, index: Int, hook: String, overdueAt: Long): Unit =
     change(link) { process =>
-      process.hook = Some(Hook(topology, index, hook, overdueAt))
-      process.hookBegan = clock()
+      process.hook = Some(Hook(topology, index, hook, overdueAt) -> clock())
       if (hook == "open") {
         process.open += topology -> index
         if (process.counted.add(topology)) ledger.change(topology)(c => c.copy(processes = c.processes + 1))
@@ -74,10 +73,10 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
   def takeOverdue(): Seq[(Link, Hook, Option[Long])] = synchronized {
     val now = clock()
     processes.toSeq.collect {
-      case (link, process) if process.hook.exists(_.overdueAt <= now) =>
-        val hook = process.hook.get
+      case (link, process) if process.hook.exists(_._1.overdueAt <= now) =>
+        val (hook, began) = process.hook.get
         process.hook = None
-        val micros = (now - process.hookBegan) / 1000
+        val micros = (now - began) / 1000
         ledger.span(hook.topology, hook.name, nameOf(hook.topology, hook.index)._1, micros, failed = true)
         count(hook.topology, hook.index) { before =>
           before.withDuration(hook.name, micros)
@@ -139,7 +138,6 @@ object Processes {
     val deferred = mutable.LinkedHashSet.empty[String]
     val counted = mutable.HashSet.empty[String] // the topologies whose number of processes includes this one
     var running = Option.empty[(Long, Set[String])] // its attempt, and the topologies of the attempt
-    var hook = Option.empty[Hook]
-    var hookBegan = 0L
+    var hook = Option.empty[(Hook, Long)] // with the time when it began
   }
 }
