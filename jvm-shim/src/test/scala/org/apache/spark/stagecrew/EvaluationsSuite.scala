@@ -81,7 +81,8 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     workerSends(ready(1, 1), ready(2, 2))
     takeKinds(sentToDriver)
     evaluations.attemptEnded(1, Some("killed"))
-    assert(sentToDriver.map(frame => (frame.kind, frame.long("evaluation"), frame.text("outcome"))) == Seq(("ENDED", 1, "failed")))
+    assert(sentToDriver.map(frame => (frame.kind, frame.long("evaluation"), frame.text("outcome"))) ==
+      Seq(("ENDED", 1, "failed")))
     takeKinds(sentToDriver)
     assert(takeKinds(sentToWorker) == List("ABORT"))
     workerSends(request(1, 1), request(2, 1))
@@ -93,7 +94,8 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   test("the worker of an abandoned evaluation is notified, because it may wait for an event") {
     workerSends(ready(1, 1))
     evaluations.attemptEnded(1, None)
-    assert(sentToWorker.map(frame => (frame.kind, frame.text("reason"))) == Seq(("ABORT", "Spark needed no more of its rows")))
+    assert(sentToWorker.map(frame => (frame.kind, frame.text("reason"))) ==
+      Seq(("ABORT", "Spark needed no more of its rows")))
   }
 
   test("the evaluations of a killed attempt end immediately, including those that begin later") {

@@ -89,11 +89,13 @@ class FramesSuite extends AnyFunSuite {
       intercept[FrameException](Frames.read(stream(ByteBuffer.allocate(4).putInt(length).array), 1000))
     }
     // An announced length within the limit, without data.
-    intercept[EOFException](Frames.read(stream(ByteBuffer.allocate(4).putInt(Int.MaxValue - 16).array), Int.MaxValue - 16))
+    intercept[EOFException](
+      Frames.read(stream(ByteBuffer.allocate(4).putInt(Int.MaxValue - 16).array), Int.MaxValue - 16))
   }
 
   test("an unknown kind, an empty frame and text that is not UTF-8 are refused") {
-    Seq(0, 15, 39, 255).foreach(number => intercept[FrameException](Frames.decode(ByteBuffer.wrap(Array(number.toByte)))))
+    Seq(0, 15, 39, 255).foreach(number =>
+      intercept[FrameException](Frames.decode(ByteBuffer.wrap(Array(number.toByte)))))
     intercept[FrameException](Frames.decode(ByteBuffer.allocate(0)))
     Seq("c328", "eda080", "f4908080", "80", "c080").map(bytes).foreach { text =>
       val frame = ByteBuffer.allocate(5 + text.length).put(3.toByte).putInt(text.length).put(text).flip()
@@ -105,7 +107,8 @@ class FramesSuite extends AnyFunSuite {
     val head = Frames.encode("DESCRIPTION", "", "", Vector.empty).drop(4).dropRight(4)
     Seq(1, 1 << 28, Int.MaxValue, -1).foreach { n =>
       intercept[FrameException](Frames.decode(ByteBuffer.wrap(head ++ ByteBuffer.allocate(4).putInt(n).array)))
-      intercept[FrameException](Frames.decode(ByteBuffer.wrap(Array(3.toByte) ++ ByteBuffer.allocate(4).putInt(n).array)))
+      intercept[FrameException](
+        Frames.decode(ByteBuffer.wrap(Array(3.toByte) ++ ByteBuffer.allocate(4).putInt(n).array)))
     }
   }
 

@@ -28,13 +28,20 @@ object JvmListenersSuite {
   class B extends Recording("b")
   class C extends Recording("c")
   class FailingOpen extends Recording("failing") {
-    override def open(context: TopologyContext): Unit = { super.open(context); throw new IllegalStateException("no pool") }
+    override def open(context: TopologyContext): Unit = {
+      super.open(context)
+      throw new IllegalStateException("no pool")
+    }
   }
   class FailingClose extends Recording("failing") {
-    override def close(context: TopologyContext): Unit = { super.close(context); throw new IllegalStateException("no close") }
+    override def close(context: TopologyContext): Unit = {
+      super.close(context)
+      throw new IllegalStateException("no close")
+    }
   }
   class FailingDecorate extends Recording("failing") {
-    override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable = throw new IllegalStateException("no scope")
+    override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable =
+      throw new IllegalStateException("no scope")
   }
   class FailingLeave extends Recording("failing") {
     override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable = {
@@ -68,7 +75,8 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
   import JvmListenersSuite._
 
   // Long enough for a hook that does nothing, even on a busy machine.
-  private val settings = new Settings(new SparkConf(false).set(Settings.OpenTimeout, "1s").set(Settings.CloseTimeout, "1s"))
+  private val settings =
+    new Settings(new SparkConf(false).set(Settings.OpenTimeout, "1s").set(Settings.CloseTimeout, "1s"))
   private val context = ListenerContext("app", "enrich", "t", "7", "host", Collections.emptyMap())
   private val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("suite"))
   private var ledger = new Ledger
@@ -93,8 +101,8 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     three.open()
     three.leave(three.decorate(null))
     three.close()
-    assert(recordedCalls == Seq("open a", "open b", "open c", "enter a", "enter b", "enter c", "leave c", "leave b", "leave a",
-      "close c", "close b", "close a"))
+    assert(recordedCalls == Seq("open a", "open b", "open c", "enter a", "enter b", "enter c", "leave c",
+      "leave b", "leave a", "close c", "close b", "close a"))
     (0 to 2).foreach(i => assert(counts(i).opens == 1 && counts(i).closes == 1 && counts(i).failures == 0))
   }
 
@@ -157,7 +165,8 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     ledger.onDuration = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
     intercept[OpenFailedException](listeners(classOf[A], classOf[Hanging]).open())
     assert(counts(1).openMicros >= 1000000)
-    assert(timed("open") == counts(0).openMicros + counts(1).openMicros && timed("close") == counts(0).closeMicros + counts(1).closeMicros)
+    assert(timed("open") == counts(0).openMicros + counts(1).openMicros &&
+      timed("close") == counts(0).closeMicros + counts(1).closeMicros)
     val closing = listeners(classOf[HangingClose])
     closing.open()
     closing.close()
@@ -192,7 +201,8 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
   test("a class that is missing, is not a listener, or needs arguments is rejected by name, with the remedy") {
     Seq(classOf[NoListener].getName, classOf[NoConstructor].getName, "no.such.Listener").foreach { name =>
       val entry = Entry(0, "jvm", name, name, Some("jvm"), Some("application"), required = true, None)
-      val failed = intercept[OpenFailedException](new JvmListeners(Vector(entry), context, settings, ledger, pool).open())
+      val failed = intercept[OpenFailedException](
+        new JvmListeners(Vector(entry), context, settings, ledger, pool).open())
       assert(failed.getMessage.contains(name) && failed.getMessage.contains("public constructor"))
     }
   }
@@ -210,6 +220,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
   test("the text of a listener's exception is limited") {
     val one = listeners(classOf[LongError])
     intercept[OpenFailedException](one.open())
-    assert(counts(0).lastError.length == ListenerCounts.ErrorLength && counts(0).lastError.startsWith("java.lang.IllegalStateException: xx"))
+    assert(counts(0).lastError.length == ListenerCounts.ErrorLength &&
+      counts(0).lastError.startsWith("java.lang.IllegalStateException: xx"))
   }
 }

@@ -78,11 +78,13 @@ class LedgerSuite extends AnyFunSuite {
     var reported = Totals()
     (1 to 2000).foreach { _ =>
       val topology = random.nextInt(5).toString
-      val more = Totals(random.nextInt(2).toLong, random.nextInt(2).toLong, random.nextInt(2).toLong, random.nextInt(2).toLong)
+      val more = Totals(random.nextInt(2).toLong, random.nextInt(2).toLong,
+        random.nextInt(2).toLong, random.nextInt(2).toLong)
       random.nextInt(4) match {
         case 0 => ledger.forget(topology)
         case 1 => ledger.report().foreach { case (number, body) =>
-          if (random.nextBoolean()) { reported = totalsIn(body); ledger.delivered(number) } else ledger.notDelivered(number)
+          if (random.nextBoolean()) { reported = totalsIn(body); ledger.delivered(number) }
+            else ledger.notDelivered(number)
         }
         case _ =>
           expected = expected + more
@@ -95,7 +97,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(totalsIn(ledger.full("0")._2) == expected)
   }
 
-  test("counts can be written as JSON and read again, and those of an older version, without releaseFailures, can be read") {
+  test("counts survive being written and read as JSON, and counts of an older version (no releaseFailures) are read") {
     val counts = ExecutorCounts(partitions = PartitionCounts(1, 2, 3, 4, 5, 6, 7, 8))
     assert(Json.as[ExecutorCounts](Json.tree(counts)) == counts)
     assert((counts + counts).partitions.releaseFailures == 16)

@@ -23,7 +23,8 @@ class ProcessesSuite extends AnyFunSuite {
       processes.hookEnded(link, topology, index, hook, failed, 10, if (failed) "bad" else "")
     }
 
-    def counts(topology: String = "t", index: Int = 0): ListenerCounts = ledger.of(topology).listeners.find(_.index == index).get
+    def counts(topology: String = "t", index: Int = 0): ListenerCounts =
+      ledger.of(topology).listeners.find(_.index == index).get
   }
 
   test("opens and closes are counted with their durations, and a closed listener is not lost") {
@@ -35,7 +36,8 @@ class ProcessesSuite extends AnyFunSuite {
     f.hook(link, "close", failed = true)
     f.processes.disconnected(link)
     assert(f.counts() == ListenerCounts(
-      0, "listener 0", "worker", opens = 1, closes = 1, failures = 1, openMicros = 10, closeMicros = 10, lastError = "bad"))
+      0, "listener 0", "worker", opens = 1, closes = 1, failures = 1, openMicros = 10, closeMicros = 10,
+      lastError = "bad"))
     assert(f.ledger.of("t").processes == 1)
     assert(f.ledger.of("t").lostProcesses == 0)
   }

@@ -67,7 +67,8 @@ class SpansSuite extends AnyFunSuite {
     }
     val (older, newer, active) = (topology("a", 1, 10), topology("b", 2, 10), topology("c", 0, 10))
     SpanBook.trim(Seq(newer, active, older), inAll = 25)
-    assert((older.view.spans.size, older.view.spansDropped, newer.view.spans.size, active.view.spans.size) == ((0, 10L, 10, 10)))
+    assert((older.view.spans.size, older.view.spansDropped, newer.view.spans.size, active.view.spans.size)
+      == ((0, 10L, 10, 10)))
     SpanBook.trim(Seq(newer, active, older), inAll = 5)
     assert(newer.view.spans.isEmpty && active.view.spans.size == 10)
     val small = new SpanBook(limit = 3)
@@ -107,7 +108,8 @@ class SpansSuite extends AnyFunSuite {
     val book = new SpanBook
     book.record("1", 1, ledger.report().get._2.spans("t"))
     assert(book.spans.map(one => (one.kind, one.name, one.started, one.ended, one.failed)) == Vector(
-      ("open", "pool", 8000L, 10000L, false), ("close", "pool", 8000L, 10000L, true), ("open", "pool", 10000L, 10000L, true)))
+      ("open", "pool", 8000L, 10000L, false), ("close", "pool", 8000L, 10000L, true),
+        ("open", "pool", 10000L, 10000L, true)))
   }
 
   test("new spans alone cause a report, are repeated if that report was lost, and are forgotten with their topology") {

@@ -19,7 +19,8 @@ object TaskStartSuite {
     override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable = throw new Unspeakable
   }
   final class Overflowing extends TopologyListener {
-    override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable = throw new StackOverflowError("too deep")
+    override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable =
+      throw new StackOverflowError("too deep")
   }
 }
 
@@ -30,7 +31,8 @@ class TaskStartSuite extends AnyFunSuite {
   Seq(classOf[FailingOpen] -> classOf[Unspeakable].getName, classOf[FailingDecorate] -> classOf[Unspeakable].getName,
     classOf[Overflowing] -> "too deep").foreach { case (listener, cause) =>
     test(s"no body runs and the action fails with the cause: ${listener.getSimpleName}") {
-      val sc = new SparkContext(new SparkConf(false).setMaster("local[2,3]").setAppName("task start").set("spark.ui.enabled", "false")
+      val sc = new SparkContext(new SparkConf(false).setMaster("local[2,3]").setAppName("task start")
+        .set("spark.ui.enabled", "false")
         .set("spark.driver.host", "127.0.0.1").set("spark.driver.bindAddress", "127.0.0.1")
         .set("spark.plugins", "stagecrew.StagecrewPlugin").set(Settings.JvmListeners, listener.getName))
       try {

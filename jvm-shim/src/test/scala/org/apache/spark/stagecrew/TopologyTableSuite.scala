@@ -23,7 +23,8 @@ class TopologyTableSuite extends AnyFunSuite {
     private var ended = Set.empty[String]
     private var quiescent = Set.empty[String]
 
-    private def attempts(topology: String) = counted.collect { case (attempt, chain) if chain.contains(topology) => attempt }.toSet
+    private def attempts(topology: String) =
+      counted.collect { case (attempt, chain) if chain.contains(topology) => attempt }.toSet
 
     def apply(event: Event): Unit = {
       event match {
@@ -53,7 +54,8 @@ class TopologyTableSuite extends AnyFunSuite {
       topologies.foreach { topology =>
         assert(table.attemptsOf(topology) == attempts(topology))
         assert(table.active(topology) == !ended(topology))
-        if (quiescent(topology)) assert(table.attemptsOf(topology).isEmpty, s"an attempt of quiescent $topology appeared")
+        if (quiescent(topology)) assert(table.attemptsOf(topology).isEmpty,
+          s"an attempt of quiescent $topology appeared")
       }
       chains.keys.foreach(attempt => assert(table.chainOf(attempt) == counted.getOrElse(attempt, Nil)))
     }
@@ -62,7 +64,8 @@ class TopologyTableSuite extends AnyFunSuite {
   private def run(order: Seq[Event]): Unit = {
     val model = new Model
     order.foreach(event => try model(event) catch {
-      case failed: Throwable => throw new AssertionError(s"in the order ${order.mkString(", ")}: ${failed.getMessage}", failed)
+      case failed: Throwable =>
+        throw new AssertionError(s"in the order ${order.mkString(", ")}: ${failed.getMessage}", failed)
     })
   }
 

@@ -61,7 +61,7 @@ final class Closings(
   /** A latch that opens when the topology is closed. Must be called before `end`. Called by any thread. */
   def latch(topology: String): CountDownLatch = latches.getOrElseUpdate(topology, new CountDownLatch(1))
 
-  /** Closes a topology that has ended. Replies when it is closed, or at the timeout with what has not closed yet. */
+  /** Closes a topology that has ended. Replies when it is closed, or at the timeout (see `giveUp`). */
   def end(topology: String, timeoutMs: Long, reply: Option[Reply]): Unit = {
     table.end(topology)
     val closing = closings.getOrElseUpdate(topology, new Closing(topology))
@@ -150,8 +150,8 @@ final class Closings(
       latches.remove(topology).foreach(_.countDown())
     }
 
-    /** Replies at the timeout, and continues to close. The reply names the running attempts. If there are none, it
-      * names the listeners, processes and deletions that closing still waits for. */
+    /** Replies at the timeout, and continues to close. The reply names the running attempts. If no attempt is running,
+      * it names the listeners, processes and deletions that closing still waits for. */
     def giveUp(): Unit = if (closings.contains(topology) && replies.nonEmpty) {
       val attempts = table.attemptsOf(topology).toSeq.sorted
         .map(attempt => s"attempt $attempt on executor $executor is still running")

@@ -55,7 +55,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       // If the evaluation is unknown, Spark has ended its attempt: its frames are dropped.
       val id = Frames.evaluationOf(frame)
       val evaluation = find(id)
-      if (kind == "FINISH") evaluation.foreach(_.finishing = Frames.sequenceOf(frame))
+      if (kind == "FINISH") evaluation.foreach(_.finishSequence = Frames.sequenceOf(frame))
       if (evaluation.nonEmpty) batch.add(frame) else link.send("ABORT", id, "its attempt has ended, or it was reset")
     case other => throw new FrameException(s"an evaluation does not send $other")
   }
@@ -84,7 +84,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
         case Mailbox.Refused(reason) => replies.add("OVERFLOWED", evaluation.id, reason)
       }
     case "REPLY" | "HANDLED" | "ABORT" =>
-      val isLast = kind == "ABORT" || (kind == "REPLY" && evaluation.finishing == Frames.sequenceOf(frame))
+      val isLast = kind == "ABORT" || (kind == "REPLY" && evaluation.finishSequence == Frames.sequenceOf(frame))
       // This must precede the write, because the worker may send FINISH as soon as it has a reply.
       if (isLast) synchronized(byId -= evaluation.id)
       evaluation.link.write(Frames.withLength(frame))
@@ -154,8 +154,8 @@ object Evaluations {
   val Failed = "its attempt failed"
 
   private final class Evaluation(val id: Long, val link: Link, val attempt: Long, mailbox: Mailbox) {
-    /** The sequence number of the FINISH frame. The reply to this frame is the last one. */
-    @volatile var finishing = -1L
+    /** The sequence number of the FINISH frame, or -1 before that frame. The reply to it is the last one. */
+    @volatile var finishSequence = -1L
     /** Whether READY was sent to the driver, and how the evaluation ended before that. Guarded by the outer lock. */
     var announced = false
     var ending = Option.empty[(String, String)]

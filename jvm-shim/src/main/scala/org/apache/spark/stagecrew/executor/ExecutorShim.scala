@@ -14,7 +14,7 @@ final class ExecutorShim extends ExecutorPlugin {
   /** The environment variable that makes Python processes sample themselves (python/stagecrew/worker/sampling.py). */
   private val Sampling = "STAGECREW_SAMPLING"
   private var hook: AnyRef = _
-  private var added = false // whether this executor put the jar on the PYTHONPATH
+  private var addedJar = false // whether this executor put the jar on the PYTHONPATH
 
   override def init(plugin: PluginContext, extra: JMap[String, String]): Unit = {
     val env = SparkEnv.get
@@ -43,14 +43,14 @@ final class ExecutorShim extends ExecutorPlugin {
     end()
     if (hook != null) Log.contained("removing the shutdown hook")(SparkInternals.removeShutdownHook(hook))
     // With a local master, the same JVM may later run another application without the plugin.
-    if (added) Log.contained("removing the jar from the PYTHONPATH")(PythonPath.remove(Shim.jar))
+    if (addedJar) Log.contained("removing the jar from the PYTHONPATH")(PythonPath.remove(Shim.jar))
     Log.contained("switching off the samples of Python processes")(PythonPath.assign(Sampling, ""))
   }
 
   private def end(): Unit = if (crew != null) crew.shutdown(crew.settings.shutdownTimeoutMs)
 
   /** Puts the jar on the PYTHONPATH of this executor's Python processes, so that they can import stagecrew. */
-  private def preparePythonPath(): Unit = try added = PythonPath.add(Shim.jar) catch {
+  private def preparePythonPath(): Unit = try addedJar = PythonPath.add(Shim.jar) catch {
     case Failure(error) => Log.log.error(
       s"Python processes of executor ${SparkEnv.get.executorId} cannot import stagecrew, because this JVM does not " +
         s"allow changes to its environment; install stagecrew ${Shim.version} for the executors' Python, or start " +

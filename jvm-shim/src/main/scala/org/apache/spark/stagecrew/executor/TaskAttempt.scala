@@ -60,7 +60,7 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
   // -- The start
 
   /** Starts an attempt. Never throws, because Spark would only log the exception and run the body anyway. Instead, the
-    * attempt fails with the error as its cause. */
+    * attempt ends without its body, and the driver receives the error. */
   def started(task: TaskContext): Unit = try {
     val topology = Option(task.getLocalProperty(TopologyProperty))
     if (topology.nonEmpty || !applicationHasNoListenersOrOperators) begin(task, topology)
@@ -119,7 +119,7 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     }
 
   /** Sets the local properties from which the worker learns the topologies. With a local master, tasks share the
-    * properties, so values left by a previous attempt are removed. */
+    * properties, so a chain that a previous attempt left there is removed. */
   private def prepareWorker(attempt: TaskAttempt, described: Seq[Description]): Unit = {
     attempt.workerHasListeners = described.exists(_.listeners.exists(_.python))
     if (attempt.workerHasListeners) {
@@ -156,7 +156,8 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
         s" on executor $executor:\n$error")
   }
 
-  /** Fails the attempt without running the task's body, and reports it to the driver. */
+  /** Ends the attempt without running the task's body, and reports it to the driver. To Spark, the attempt was killed;
+    * it has not failed. */
   private def reject(task: TaskContext, topology: String, listener: String, text: String): Unit =
     TaskRejection.reject(task, executor, topology, listener, text, executorListeners.failuresInARow(topology))(
       crew.sendToDriver)

@@ -188,7 +188,7 @@ private[stagecrew] object SparkInternals {
     (shuffles.toSet, caches.toSet)
   }
 
-  /** Prevents Spark from removing an executor as idle while a topology closes there, as if a task ran on it. Called in
+  /** Prevents Spark from removing an executor as idle while a topology closes there, as if it ran a task. Called in
     * the listener thread of core/scheduler/dynalloc/ExecutorMonitor.scala. */
   def pin(sc: SparkContext, executor: String, begins: Boolean): Unit = sc.executorAllocationManager.foreach { manager =>
     val task = new TaskInfo(-1L, -1, 0, -1, System.currentTimeMillis(), executor, "", TaskLocality.ANY, false)
