@@ -109,7 +109,7 @@ def test_a_listener_name_that_cannot_be_imported_fails_the_job(sessions, caplog)
         Exception, match=r"'no_such_module:pool' in spark.stagecrew.listeners cannot be imported"
     ) as caught:
         spark.sparkContext.parallelize([1], 1).map(lambda x: x).collect()
-    (line,) = (line for line in str(caught.value).splitlines() if "this task cannot begin on executor" in line)
+    (line,) = (line for line in str(caught.value).splitlines() if "this task could not be started on executor" in line)
     assert "ListenerError: 'no_such_module:pool' in spark.stagecrew.listeners cannot be imported" in line
     assert "--py-files" in line
     assert PACKAGE_IN_JAR not in str(caught.value)

@@ -12,7 +12,7 @@ import org.apache.spark.TaskContext;
  * {@code close} runs when the topology has ended and none of its tasks is live on the executor. It does <em>not</em>
  * run in an executor that is killed with SIGKILL.
  *
- * <p>Implementations need a public constructor without parameters. Each topology and executor has its own instance.
+ * <p>Implementations need a public constructor without parameters. Each topology has its own instance on each executor.
  *
  * <p>Source: FLINK-14184.
  */
@@ -20,12 +20,12 @@ public interface TopologyListener {
   /** Called before the first task. */
   default void open(TopologyContext context) throws Exception {}
 
-  /** Called after the last task, also if {@code open} threw an exception. Its own exceptions are logged and counted. */
+  /** Called after the last task, even if {@code open} threw. Exceptions of {@code close} are logged and counted. */
   default void close(TopologyContext context) throws Exception {}
 
   /**
    * Called in the thread of each task before its body. Its result, if it is not null, is closed in the same thread when
-   * the attempt has ended, however it ended. Exceptions of that {@code close} are logged and counted.
+   * the attempt has ended, however it ended. Exceptions thrown by that {@code close} are logged and counted.
    */
   default AutoCloseable decorate(TopologyContext context, TaskContext task) throws Exception {
     return null;

@@ -13,9 +13,9 @@ private[stagecrew] object Log {
     try f catch { case Failure(error) => log.warn(s"$action failed", error) }
 }
 
-/** Matches failures of our code or of users' code. Unlike `NonFatal`, it includes LinkageError, which a Spark
-  * version causes that the jar was not built for. Uncaught, it would let Spark run the body of a task, or relaunch
-  * executors. */
+/** Matches failures of our code or of users' code. Unlike `NonFatal`, it matches LinkageError, which is thrown if the
+  * jar was not built for the running version of Spark. Uncaught, such an error would make Spark run the body of a
+  * task, or relaunch executors. */
 private[stagecrew] object Failure {
   def unapply(error: Throwable): Option[Throwable] = error match {
     case NonFatal(_) | _: LinkageError => Some(error)

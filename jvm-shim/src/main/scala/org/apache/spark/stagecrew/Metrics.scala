@@ -33,9 +33,9 @@ private[stagecrew] object Metrics {
   val driver: Seq[Metric[Snapshot]] = {
     def operators(name: String, f: OperatorView => Long) =
       Metric[Snapshot](s"coordinators.$name", _.coordinators.fold(0L)(f))
-    def percentiles(name: String, of: OperatorView => Percentiles) =
+    def percentiles(name: String, select: OperatorView => Percentiles) =
       Seq[(String, Percentiles => Long)]("p50" -> (_.p50), "p95" -> (_.p95), "p99" -> (_.p99), "max" -> (_.max))
-        .map { case (part, f) => operators(s"$name.$part.micros", view => f(of(view))) }
+        .map { case (part, f) => operators(s"$name.$part.micros", view => f(select(view))) }
     Seq(
       Metric[Snapshot]("topologies.active", _.topologies.count(_.state == "active").toLong),
       Metric[Snapshot]("topologies.closing", _.topologies.count(_.state == "closing").toLong),

@@ -30,8 +30,8 @@ private[stagecrew] final class Once[T](pool: Executor) {
       value.completeExceptionally(error)
   }
 
-  /** The value, if it is computed. */
-  def now(key: String): Option[T] =
+  /** The value, if it has been computed. */
+  def computed(key: String): Option[T] =
     Option(values.get(key)).filter(value => value.isDone && !value.isCompletedExceptionally).map(_.get())
 
   /** The value, if it is being computed. */
@@ -42,5 +42,5 @@ private[stagecrew] final class Once[T](pool: Executor) {
   def forget(key: String): Unit = values.remove(key)
 
   /** Forgets the computed values that satisfy a condition. */
-  def forgetAll(condition: T => Boolean): Unit = keys.filter(now(_).exists(condition)).foreach(forget)
+  def forgetAll(condition: T => Boolean): Unit = keys.filter(computed(_).exists(condition)).foreach(forget)
 }

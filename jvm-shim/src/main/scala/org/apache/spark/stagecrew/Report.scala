@@ -5,9 +5,10 @@ import org.apache.spark.scheduler._
 import spark._, ui._, wire._
 
 /** The main class that `stagecrew report` runs with spark-submit. It reads an event log like the History Server, and
-  * prints the JSON of the tab. */
+  * prints the content of the tab as JSON. */
 object Report {
-  /** The prefixes of the line with the JSON or with the error. python/stagecrew/observability/event_log.py reads it. */
+  /** The prefix of the printed line, which contains either the JSON or an error.
+    * python/stagecrew/observability/event_log.py reads the line. */
   private val ReportPrefix = "stagecrew-report: "
   private val ErrorPrefix = "stagecrew-report-error: "
 
@@ -22,7 +23,7 @@ object Report {
   private[stagecrew] def of(log: String): ObjectNode = {
     val store = SparkUi.inMemory(classOf[KeptState])
     val application = new Application
-    SparkUi.replay(log, Seq(new HistoryListener(store, Int.MaxValue), application), application.isRelevant)
+    SparkUi.replay(log, Seq(new HistoryListener(store, Int.MaxValue), application), application.inspect)
     val model = History.of(store.all)
     val node = model.snapshot.json
     node.set[ObjectNode]("application", application.json)
@@ -43,8 +44,9 @@ object Report {
       json.put("id", event.appId.getOrElse("")).put("name", event.appName).put("started", event.time)
     override def onApplicationEnd(event: SparkListenerApplicationEnd): Unit = json.put("ended", event.time)
 
-    /** Also reads the line of SparkListenerLogStart, because Spark does not pass this event to listeners. */
-    def isRelevant(line: String): Boolean = {
+    /** Returns whether the report needs this line. Also reads the Spark version from the line of
+      * SparkListenerLogStart, because Spark does not pass that event to listeners. */
+    def inspect(line: String): Boolean = {
       if (line.contains("SparkListenerLogStart"))
         Log.contained("reading the Spark version")(json.put("spark", Json.parse(line).path("Spark Version").asText))
       EventNames.exists(line.contains)

@@ -72,7 +72,7 @@ object Settings {
   /** Every key with its default. A test compares them with `conf.py`. */
   def known: JMap[String, String] = new JLinkedHashMap(defaults.asJava)
 
-  /** Keys with our prefix that do not exist, probably misspelt ones. */
+  /** Keys with our prefix that stagecrew does not know. They are probably misspelt. */
   def unknown(conf: SparkConf): Seq[String] =
     conf.getAll.toSeq.map(_._1).filter(key => key.startsWith(Prefix) && !defaults.contains(key)).sorted
 }

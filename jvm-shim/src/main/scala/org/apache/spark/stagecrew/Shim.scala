@@ -26,7 +26,7 @@ object Shim {
 
   private val drivers = new ConcurrentHashMap[String, DriverFacade]()
 
-  /** For Python: the facade of an application's driver. Null if the plugin does not run in the application. */
+  /** For Python: the facade of an application's driver. Null if the plugin is not running in the application. */
   def driver(application: String): DriverFacade = drivers.get(application)
 
   private[stagecrew] def running(application: String, facade: DriverFacade): Unit = drivers.put(application, facade)

@@ -9,9 +9,9 @@ import org.apache.spark.scheduler.SparkListenerEvent
  * change existing ones. Readers must expect that any field is missing.
  *
  * @param number the number of this event among those with the same `kind` and `id`
- * @param capped the limit of events is reached, and no more are stored until the end. In the last event: some changes
- * before the end were not stored
- * @param trimmed the body was too large, so parts of it were left out
+ * @param capped whether the limit of events has been reached: no more events are stored until the last one. In the last
+ * event: whether some changes before it were not stored
+ * @param trimmed whether parts of the body were left out, because it was too large
  */
 @JsonIgnoreProperties(ignoreUnknown = true)
 final case class StagecrewState(

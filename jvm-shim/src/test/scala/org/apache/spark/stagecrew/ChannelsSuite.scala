@@ -13,7 +13,7 @@ import scala.jdk.CollectionConverters._
 import scala.util.Random
 import org.apache.spark.stagecrew.wire.{Channels, Frame, FrameException, Frames, Json, Link, LinkHandler}
 
-/** The server of channels with real sockets. Whatever one connection sends, the server continues to serve the others. */
+/** The server of channels, with real sockets. Whatever one connection sends, the server keeps serving the others. */
 class ChannelsSuite extends AnyFunSuite {
   private val TimeoutMs = 400L
 
@@ -46,10 +46,12 @@ class ChannelsSuite extends AnyFunSuite {
     }
 
     /** Reads up to the end of the stream or a connection reset. */
-    def refused(): Boolean = try { while (true) read(); false } catch { case _: EOFException | _: SocketException => true }
+    def refused(): Boolean =
+      try { while (true) read(); false } catch { case _: EOFException | _: SocketException => true }
   }
 
-  private def hello(token: String, version: String = "1.0") = Frames.encode("HELLO", token, "worker", "p1", 42L, version)
+  private def hello(token: String, version: String = "1.0") =
+    Frames.encode("HELLO", token, "worker", "p1", 42L, version)
 
   private def withChannels(body: (Channels, Echo, String) => Any): Unit = withDeadline(TimeoutMs)(body)
 
@@ -225,7 +227,8 @@ class ChannelsSuite extends AnyFunSuite {
       val good = known(channels.port, token)
       val done = new CountDownLatch(1)
       val served = new AtomicInteger
-      val talker = new Thread(() => while (done.getCount > 0 && good.served(served.get.toLong)) { served.incrementAndGet(); () })
+      val talker = new Thread(() =>
+        while (done.getCount > 0 && good.served(served.get.toLong)) { served.incrementAndGet(); () })
       talker.start()
       val random = new Random(20260722)
       val message = hello(token)
@@ -236,7 +239,8 @@ class ChannelsSuite extends AnyFunSuite {
           case 2 => message.updated(random.nextInt(message.length), random.nextInt().toByte)
           case 3 => message ++ random.nextBytes(random.nextInt(300))
           case 4 => ByteBuffer.allocate(4).putInt(random.nextInt()).array ++ random.nextBytes(random.nextInt(50))
-          case _ => message ++ Frames.encode("BEGIN", 1L) ++ Frames.encode("OPENED", "t", "b", Vector(random.nextBytes(99))).drop(random.nextInt(9))
+          case _ => message ++ Frames.encode("BEGIN", 1L) ++
+            Frames.encode("OPENED", "t", "b", Vector(random.nextBytes(99))).drop(random.nextInt(9))
         }
         val client = new Client(channels.port)
         try {

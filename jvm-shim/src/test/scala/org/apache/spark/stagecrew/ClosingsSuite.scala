@@ -12,7 +12,7 @@ import org.apache.spark.stagecrew.partitions.{CachedBlock, Deletions}
 import org.apache.spark.stagecrew.spark.Reply
 import org.apache.spark.stagecrew.wire.{Description, Entry, Link}
 
-/** Closing a topology on an executor: in order, once, and within a timeout. The test simulates the Python processes. */
+/** A topology closes on an executor in order, once, and within a timeout. The tests simulate the Python processes. */
 class ClosingsSuite extends AnyFunSuite {
   private final class Fixture {
     val ledger = new Ledger
@@ -46,14 +46,16 @@ class ClosingsSuite extends AnyFunSuite {
       }
       override def schedule(ms: Long)(f: => Unit): Unit = due += (() => f)
     }
-    private val agent = new Agent(() => null, settings, "", _ => ())
-    val executorListeners = new ExecutorListeners(settings, ledger, processes, agent, pool, _ => ListenerContext("app", "t", "t", "1", "host", java.util.Map.of()))
+    private val agent = new Agent("1", () => null, settings)
+    val executorListeners = new ExecutorListeners(settings, ledger, processes, agent, pool,
+      _ => ListenerContext("app", "t", "t", "1", "host", java.util.Map.of()))
     val released = mutable.Buffer.empty[String]
     var releasing = CompletableFuture.completedFuture(Deletions(blocks = Map(CachedBlock(7, 0) -> 1L)))
     val reportedDeletions = mutable.Buffer.empty[Option[Deletions]]
     val closings = new Closings("1", table, processes, executorListeners, pool, loop)(
       topology => { released += topology; releasing },
-      (_, unclosed, deletions) => { replies += unclosed; reportedDeletions += deletions; Array.emptyByteArray }, closed += _)
+      (_, unclosed, deletions) => { replies += unclosed; reportedDeletions += deletions; Array.emptyByteArray },
+        closed += _)
     private var pids = 100L
 
     def link(role: String = "worker"): Link = {
@@ -139,7 +141,8 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.sent == Seq(worker.process -> "t")) // the worker reads it when its task has ended
     assert(f.ledger.of("t").deferred.isEmpty)
     f.expireTimeouts()
-    assert(f.replies == Seq(Seq(s"listener listener 0 in $worker on executor 1", s"listener listener 0 in $agent on executor 1")))
+    assert(f.replies == Seq(Seq(s"listener listener 0 in $worker on executor 1",
+      s"listener listener 0 in $agent on executor 1")))
     f.processes.ended(worker)
     f.confirmClosed(worker)
     f.confirmClosed(agent)
@@ -158,14 +161,14 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.sent.size == 1)
   }
 
-  test("closing does not wait for a lost process, which is counted") {
+  test("closing does not wait for a lost process, and the process is counted as lost") {
     val f = new Fixture
-    val (deletions, stays) = (f.link(), f.link())
+    val (lost, remaining) = (f.link(), f.link())
     f.end()
-    f.processes.disconnected(deletions)
+    f.processes.disconnected(lost)
     f.closings.changed()
     assert(f.replies.isEmpty)
-    f.confirmClosed(stays)
+    f.confirmClosed(remaining)
     assert(f.replies == Seq(Nil))
     assert(f.ledger.of("t").lostProcesses == 1)
   }
@@ -176,7 +179,7 @@ class ClosingsSuite extends AnyFunSuite {
     f.end()
     f.expireTimeouts()
     assert(f.replies == Seq(Seq(s"listener listener 0 in $worker on executor 1")))
-    f.end() // a second request waits again
+    f.end() // the driver asks again, and gets another reply
     f.confirmClosed(worker)
     assert(f.replies.size == 2 && f.replies(1).isEmpty)
     assert(f.closed == Seq("t"))
@@ -202,10 +205,12 @@ class ClosingsSuite extends AnyFunSuite {
   test("closing waits for an open in progress, and then closes its listener") {
     ClosingsSuite.closes.set(0)
     val f = new Fixture
-    val jvm = Entry(0, "jvm", "l", classOf[ClosingsSuite.Counting].getName, Some("jvm"), Some("application"), required = true, None)
+    val jvm = Entry(0, "jvm", "l", classOf[ClosingsSuite.Counting].getName, Some("jvm"), Some("application"),
+      required = true, None)
     val description = Description("t", "t", None, Vector(jvm))()
     f.hold = true
-    val waiting = new Thread(() => try { f.executorListeners.open(description); () } catch { case _: InterruptedException => () })
+    val waiting = new Thread(() =>
+      try { f.executorListeners.open(description); () } catch { case _: InterruptedException => () })
     waiting.start()
     eventually(timeout(Span(10, Seconds)))(assert(f.held.nonEmpty))
     waiting.interrupt() // its task was cancelled

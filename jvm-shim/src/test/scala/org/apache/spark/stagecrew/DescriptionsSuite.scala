@@ -5,10 +5,10 @@ import java.util.concurrent.atomic.AtomicInteger
 import org.scalatest.concurrent.Eventually._
 import org.scalatest.funsuite.AnyFunSuite
 import org.scalatest.time.{Seconds, Span}
-import org.apache.spark.stagecrew.executor.{Descriptions, ExecutorCrew, TopologyTable}
+import org.apache.spark.stagecrew.executor.{Descriptions, ExecutorCrew, Opened, TopologyTable}
 import org.apache.spark.stagecrew.wire.{Description, Frame, Frames}
 
-/** Requests of an executor to the driver about topologies and executions, and their cached replies. */
+/** An executor's requests to the driver about topologies and executions, and the cached replies. */
 class DescriptionsSuite extends AnyFunSuite {
   private final class Fixture {
     val table = new TopologyTable
@@ -44,6 +44,17 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.descriptions.ids.isEmpty && f.table.live.isEmpty)
     assert(f.descriptions.describe("t1").isEmpty)
     assert(f.asks.get == 1000)
+  }
+
+  test("the agent's reply is read with its listeners, its error, and the pickled values for workers") {
+    def opened(error: String): Opened = {
+      val body = s"""{"listeners": [{"index": 2, "scope": "executor", "lifetime": "application"}], "error": $error}"""
+      val reply = Opened.of(Frames.decodeMessage(Frames.encode("OPENED", "t", body, Vector(Array[Byte](1, 2)))))
+      assert(reply.body == body && reply.values.map(_.toSeq) == Vector(Seq[Byte](1, 2)))
+      assert(reply.listeners == Vector(Opened.Listener(2, "executor", "application")))
+      reply
+    }
+    assert(opened("null").error.isEmpty && opened("\"no pool\"").error.contains("no pool"))
   }
 
   test("after a failed request, the next task sends another one") {

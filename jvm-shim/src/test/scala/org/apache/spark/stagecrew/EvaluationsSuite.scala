@@ -9,8 +9,8 @@ import org.apache.spark.stagecrew.executor.Evaluations
 import org.apache.spark.stagecrew.wire.{Frame, Frames, Link}
 
 class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
-  private val driver = mutable.Buffer.empty[Frame]
-  private val worker = mutable.Buffer.empty[Frame]
+  private val sentToDriver = mutable.Buffer.empty[Frame]
+  private val sentToWorker = mutable.Buffer.empty[Frame]
 
   /** Attempts 1 to 9 are running. */
   private object attempts extends Evaluations.Attempts {
@@ -18,13 +18,13 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     val ended = mutable.Set.empty[Long]
     override def runs(attempt: Long): Boolean = attempt < 10 && !ended(attempt)
     override def failureReason(attempt: Long): Option[String] = failures.get(attempt)
-    override def stageOf(attempt: Long): (Int, Int) = (2, 8)
+    override def stageOf(attempt: Long): (Int, Int) = (2, 8) // stage attempt 2, 8 partitions
   }
 
   /** Called before the next message is delivered to the driver. */
   private var beforeDelivery = Option.empty[() => Unit]
 
-  /** The evaluations of an executor. Their frames to the driver are collected in `driver`. */
+  /** The evaluations of an executor. Their frames to the driver are collected in `sentToDriver`. */
   private val evaluations: Evaluations = new Evaluations(10, 1000, attempts, { bytes =>
     beforeDelivery.foreach { action =>
       beforeDelivery = None
@@ -34,15 +34,16 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     while (buffer.hasRemaining) {
       val frame = new Array[Byte](buffer.getInt())
       buffer.get(frame)
-      driver += Frames.decode(ByteBuffer.wrap(frame))
+      sentToDriver += Frames.decode(ByteBuffer.wrap(frame))
     }
   })
 
-  /** A worker sends these frames, and disconnects. The frames that it receives are collected in `worker`. */
+  /** A worker sends these frames, and its input then ends. This is not a disconnect: its evaluations stay live. The
+    * frames that it receives are collected in `sentToWorker`. */
   private def workerSends(frames: Array[Byte]*): Link = {
     val input = new ByteArrayOutputStream
     frames.foreach(input.write(_))
-    val link = Links.link("p", "evaluations", 7, input.toByteArray)(worker += _)
+    val link = Links.link("p", "evaluations", 7, input.toByteArray)(sentToWorker += _)
     intercept[EOFException](evaluations.serve(link, 1 << 20))
     link
   }
@@ -60,107 +61,110 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   private def reply(evaluation: Long, sequence: Long) =
     Frames.encode("REPLY", evaluation, sequence, "ok", Array[Byte](2))
 
-  private def kinds(frames: mutable.Buffer[Frame]) = {
+  /** Empties the buffer, and returns the kinds of its frames. */
+  private def takeKinds(frames: mutable.Buffer[Frame]) = {
     val found = frames.map(_.kind).toList
     frames.clear()
     found
   }
 
-  test("the reply to FINISH is the last one of an evaluation, and earlier requests get their replies") {
-    // Even if the worker sends FINISH as soon as it has a reply, while the executor's thread still handles that reply.
+  test("the reply to FINISH is the last reply to an evaluation, and earlier requests get their replies") {
+    // This holds even if the worker sends FINISH while the executor's thread is still handling the reply before it.
     workerSends(ready(1, 1), request(1, 1), request(1, 2), finish(1, 3))
-    assert(kinds(driver) == List("READY", "REQUEST", "REQUEST", "FINISH"))
+    assert(takeKinds(sentToDriver) == List("READY", "REQUEST", "REQUEST", "FINISH"))
     driverSends(reply(1, 1), reply(1, 2))
     driverSends(reply(1, 3), reply(1, 4))
-    assert(worker.map(_.long("sequence")) == Seq(1, 2, 3))
+    assert(sentToWorker.map(_.long("sequence")) == Seq(1, 2, 3))
   }
 
   test("the end of an attempt ends its evaluations, and their later frames are refused") {
     workerSends(ready(1, 1), ready(2, 2))
-    kinds(driver)
+    takeKinds(sentToDriver)
     evaluations.attemptEnded(1, Some("killed"))
-    assert(driver.map(frame => (frame.kind, frame.long("evaluation"), frame.text("outcome"))) == Seq(("ENDED", 1, "failed")))
-    kinds(driver)
-    assert(kinds(worker) == List("ABORT"))
+    assert(sentToDriver.map(frame => (frame.kind, frame.long("evaluation"), frame.text("outcome"))) ==
+      Seq(("ENDED", 1, "failed")))
+    takeKinds(sentToDriver)
+    assert(takeKinds(sentToWorker) == List("ABORT"))
     workerSends(request(1, 1), request(2, 1))
-    assert(kinds(driver) == List("REQUEST") && kinds(worker) == List("ABORT"))
+    assert(takeKinds(sentToDriver) == List("REQUEST") && takeKinds(sentToWorker) == List("ABORT"))
     evaluations.attemptEnded(2, None)
-    assert(driver.map(_.text("outcome")) == Seq("abandoned"))
+    assert(sentToDriver.map(_.text("outcome")) == Seq("abandoned"))
   }
 
   test("the worker of an abandoned evaluation is notified, because it may wait for an event") {
     workerSends(ready(1, 1))
     evaluations.attemptEnded(1, None)
-    assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq(("ABORT", "Spark needed no more of its rows")))
+    assert(sentToWorker.map(frame => (frame.kind, frame.text("reason"))) ==
+      Seq(("ABORT", "Spark needed no more of its rows")))
   }
 
   test("the evaluations of a killed attempt end immediately, including those that begin later") {
     workerSends(ready(1, 1), ready(2, 2))
-    kinds(driver)
+    takeKinds(sentToDriver)
     attempts.failures(1) = "killed"
     evaluations.interrupted(1)
-    assert(kinds(driver) == List("ENDED") && worker.map(_.long("evaluation")) == Seq(1))
-    kinds(worker)
+    assert(takeKinds(sentToDriver) == List("ENDED") && sentToWorker.map(_.long("evaluation")) == Seq(1))
+    takeKinds(sentToWorker)
     workerSends(ready(3, 1))
-    assert(kinds(driver) == List("READY", "ENDED") && kinds(worker) == List("ABORT"))
+    assert(takeKinds(sentToDriver) == List("READY", "ENDED") && takeKinds(sentToWorker) == List("ABORT"))
     attempts.ended += 1
     evaluations.attemptEnded(1, Some("killed"))
-    kinds(driver)
+    takeKinds(sentToDriver)
     workerSends(ready(4, 1))
-    assert(driver.map(_.kind) == Seq("READY", "ENDED") && driver.last.text("outcome") == "failed")
+    assert(sentToDriver.map(_.kind) == Seq("READY", "ENDED") && sentToDriver.last.text("outcome") == "failed")
   }
 
   test("if an attempt was killed before its first evaluation began, the evaluation ends immediately") {
     attempts.failures(1) = "killed"
     workerSends(ready(1, 1))
-    assert(kinds(driver) == List("READY", "ENDED") && kinds(worker) == List("ABORT"))
+    assert(takeKinds(sentToDriver) == List("READY", "ENDED") && takeKinds(sentToWorker) == List("ABORT"))
   }
 
   test("an evaluation that begins after its attempt has ended is abandoned in the coordinator and in the worker") {
     workerSends(ready(3, 99))
-    assert(driver.last.text("outcome") == "abandoned")
-    assert(kinds(driver) == List("READY", "ENDED") && kinds(worker) == List("ABORT"))
+    assert(sentToDriver.last.text("outcome") == "abandoned")
+    assert(takeKinds(sentToDriver) == List("READY", "ENDED") && takeKinds(sentToWorker) == List("ABORT"))
   }
 
   test("an evaluation that begins after its attempt has failed is reported as failed") {
     attempts.failures(99) = "its attempt failed"
     workerSends(ready(3, 99))
-    assert(driver.map(_.kind) == Seq("READY", "ENDED"))
-    assert((driver.last.text("outcome"), driver.last.text("reason")) == (("failed", "its attempt failed")))
-    assert(kinds(worker) == List("ABORT"))
+    assert(sentToDriver.map(_.kind) == Seq("READY", "ENDED"))
+    assert((sentToDriver.last.text("outcome"), sentToDriver.last.text("reason")) == (("failed", "its attempt failed")))
+    assert(takeKinds(sentToWorker) == List("ABORT"))
   }
 
   test("the driver gets READY before ENDED, even if the attempt fails in between") {
     beforeDelivery = Some(() => evaluations.attemptEnded(1, Some("its attempt failed")))
     workerSends(ready(3, 1))
-    assert(driver.map(_.kind) == Seq("READY", "ENDED"))
-    assert((driver.last.text("outcome"), driver.last.text("reason")) == (("failed", "its attempt failed")))
-    assert(kinds(worker) == List("ABORT"))
+    assert(sentToDriver.map(_.kind) == Seq("READY", "ENDED"))
+    assert((sentToDriver.last.text("outcome"), sentToDriver.last.text("reason")) == (("failed", "its attempt failed")))
+    assert(takeKinds(sentToWorker) == List("ABORT"))
   }
 
   test("when the driver's Python is lost, all evaluations end with the reason") {
     workerSends(ready(1, 1), ready(2, 2))
     driverSends(Frames.encode("LOST", "driver", "it broke"))
-    assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq.fill(2)(("ABORT", "it broke")))
+    assert(sentToWorker.map(frame => (frame.kind, frame.text("reason"))) == Seq.fill(2)(("ABORT", "it broke")))
   }
 
   test("the evaluations of a worker end with its link") {
     val link = workerSends(ready(1, 1), ready(2, 1))
-    kinds(driver)
+    takeKinds(sentToDriver)
     evaluations.disconnected(link)
-    assert(driver.map(_.long("evaluation")).toSet == Set(1, 2) && kinds(driver).toSet == Set("ENDED"))
+    assert(sentToDriver.map(_.long("evaluation")).toSet == Set(1, 2) && takeKinds(sentToDriver).toSet == Set("ENDED"))
   }
 
   test("events wait in the mailbox for credit, and are acknowledged as soon as they are in it") {
     workerSends(ready(1, 1))
-    kinds(driver)
+    takeKinds(sentToDriver)
     driverSends(Frames.encode("EVENTS", 1L, 1L, Vector(Array[Byte](1), Array[Byte](2))))
-    assert(kinds(driver) == List("ACCEPTED") && worker.isEmpty)
+    assert(takeKinds(sentToDriver) == List("ACCEPTED") && sentToWorker.isEmpty)
     workerSends(Frames.encode("CREDIT_REQUEST", 1L, 5L, 100L))
-    assert(kinds(worker) == List("EVENTS"))
+    assert(takeKinds(sentToWorker) == List("EVENTS"))
     driverSends(Frames.encode("EVENTS", 1L, 4L, Vector(Array[Byte](4))))
-    assert(kinds(driver) == List("OVERFLOWED"))
+    assert(takeKinds(sentToDriver) == List("OVERFLOWED"))
     driverSends(Frames.encode("ABORT", 1L, "events were lost"), reply(1, 1))
-    assert(kinds(worker) == List("ABORT"))
+    assert(takeKinds(sentToWorker) == List("ABORT"))
   }
 }

@@ -11,22 +11,22 @@ import org.apache.spark.stagecrew.wire.{Frame, FrameException, Frames}
 
 /** Checks the wire format with test vectors that Python created. */
 class FramesSuite extends AnyFunSuite {
-  private case class Vector_(kind: String, fields: Seq[(String, Char, Any)], frame: Array[Byte])
+  private case class TestVector(kind: String, fields: Seq[(String, Char, Any)], frame: Array[Byte])
 
   private def bytes(hex: String): Array[Byte] = hex.grouped(2).map(Integer.parseInt(_, 16).toByte).toArray
 
   private val file: Path = Iterator.iterate(Path.of("").toAbsolutePath)(_.getParent).takeWhile(_ != null)
     .map(_.resolve("tests/frames-vectors.json")).find(Files.exists(_)).get
 
-  private val vectors: Seq[Vector_] = new ObjectMapper().readTree(file.toFile).elements.asScala.toSeq.map { node =>
+  private val vectors: Seq[TestVector] = new ObjectMapper().readTree(file.toFile).elements.asScala.toSeq.map { node =>
     val fields = node.get("fields").properties.asScala.toSeq.map(e => e.getKey -> e.getValue)
-    Vector_(
+    TestVector(
       node.get("kind").asText,
-      fields.zip(node.get("types").asText).map { case ((name, value), type_) => (name, type_, of(type_, value)) },
+      fields.zip(node.get("types").asText).map { case ((name, value), type_) => (name, type_, fieldOf(type_, value)) },
       bytes(node.get("frame").asText))
   }
 
-  private def of(type_ : Char, value: JsonNode): Any = type_ match {
+  private def fieldOf(type_ : Char, value: JsonNode): Any = type_ match {
     case 'q' => value.asLong
     case 's' => value.asText
     case 'b' => bytes(value.asText)
@@ -35,7 +35,7 @@ class FramesSuite extends AnyFunSuite {
 
   private def small = vectors.filter(_.frame.length < 2000)
 
-  private def check(frame: Frame, vector: Vector_): Unit = {
+  private def check(frame: Frame, vector: TestVector): Unit = {
     assert(frame.kind == vector.kind)
     vector.fields.foreach {
       case (name, 'q', value) => assert(frame.long(name) == value)
@@ -89,11 +89,13 @@ class FramesSuite extends AnyFunSuite {
       intercept[FrameException](Frames.read(stream(ByteBuffer.allocate(4).putInt(length).array), 1000))
     }
     // An announced length within the limit, without data.
-    intercept[EOFException](Frames.read(stream(ByteBuffer.allocate(4).putInt(Int.MaxValue - 16).array), Int.MaxValue - 16))
+    intercept[EOFException](
+      Frames.read(stream(ByteBuffer.allocate(4).putInt(Int.MaxValue - 16).array), Int.MaxValue - 16))
   }
 
   test("an unknown kind, an empty frame and text that is not UTF-8 are refused") {
-    Seq(0, 15, 39, 255).foreach(number => intercept[FrameException](Frames.decode(ByteBuffer.wrap(Array(number.toByte)))))
+    Seq(0, 15, 39, 255).foreach(number =>
+      intercept[FrameException](Frames.decode(ByteBuffer.wrap(Array(number.toByte)))))
     intercept[FrameException](Frames.decode(ByteBuffer.allocate(0)))
     Seq("c328", "eda080", "f4908080", "80", "c080").map(bytes).foreach { text =>
       val frame = ByteBuffer.allocate(5 + text.length).put(3.toByte).putInt(text.length).put(text).flip()
@@ -105,7 +107,8 @@ class FramesSuite extends AnyFunSuite {
     val head = Frames.encode("DESCRIPTION", "", "", Vector.empty).drop(4).dropRight(4)
     Seq(1, 1 << 28, Int.MaxValue, -1).foreach { n =>
       intercept[FrameException](Frames.decode(ByteBuffer.wrap(head ++ ByteBuffer.allocate(4).putInt(n).array)))
-      intercept[FrameException](Frames.decode(ByteBuffer.wrap(Array(3.toByte) ++ ByteBuffer.allocate(4).putInt(n).array)))
+      intercept[FrameException](
+        Frames.decode(ByteBuffer.wrap(Array(3.toByte) ++ ByteBuffer.allocate(4).putInt(n).array)))
     }
   }
 

@@ -28,13 +28,20 @@ object JvmListenersSuite {
   class B extends Recording("b")
   class C extends Recording("c")
   class FailingOpen extends Recording("failing") {
-    override def open(context: TopologyContext): Unit = { super.open(context); throw new IllegalStateException("no pool") }
+    override def open(context: TopologyContext): Unit = {
+      super.open(context)
+      throw new IllegalStateException("no pool")
+    }
   }
   class FailingClose extends Recording("failing") {
-    override def close(context: TopologyContext): Unit = { super.close(context); throw new IllegalStateException("no close") }
+    override def close(context: TopologyContext): Unit = {
+      super.close(context)
+      throw new IllegalStateException("no close")
+    }
   }
   class FailingDecorate extends Recording("failing") {
-    override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable = throw new IllegalStateException("no scope")
+    override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable =
+      throw new IllegalStateException("no scope")
   }
   class FailingLeave extends Recording("failing") {
     override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable = {
@@ -68,7 +75,8 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
   import JvmListenersSuite._
 
   // Long enough for a hook that does nothing, even on a busy machine.
-  private val settings = new Settings(new SparkConf(false).set(Settings.OpenTimeout, "1s").set(Settings.CloseTimeout, "1s"))
+  private val settings =
+    new Settings(new SparkConf(false).set(Settings.OpenTimeout, "1s").set(Settings.CloseTimeout, "1s"))
   private val context = ListenerContext("app", "enrich", "t", "7", "host", Collections.emptyMap())
   private val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("suite"))
   private var ledger = new Ledger
@@ -93,8 +101,8 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     three.open()
     three.leave(three.decorate(null))
     three.close()
-    assert(recordedCalls == Seq("open a", "open b", "open c", "enter a", "enter b", "enter c", "leave c", "leave b", "leave a",
-      "close c", "close b", "close a"))
+    assert(recordedCalls == Seq("open a", "open b", "open c", "enter a", "enter b", "enter c", "leave c",
+      "leave b", "leave a", "close c", "close b", "close a"))
     (0 to 2).foreach(i => assert(counts(i).opens == 1 && counts(i).closes == 1 && counts(i).failures == 0))
   }
 
@@ -125,7 +133,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(1).closes == 1 && counts(1).failures == 1 && counts(1).lastError.contains("no close"))
   }
 
-  test("a hanging open is interrupted at its timeout, its listener is closed, and the error names it") {
+  test("a hanging open is interrupted at its timeout, its listener is closed, and the error names the listener") {
     val hanging = listeners(classOf[A], classOf[Hanging])
     val failed = intercept[OpenFailedException](hanging.open())
     assert(failed.getMessage.contains("Hanging") && failed.getMessage.contains("1000 ms"))
@@ -157,14 +165,15 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     ledger.onDuration = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
     intercept[OpenFailedException](listeners(classOf[A], classOf[Hanging]).open())
     assert(counts(1).openMicros >= 1000000)
-    assert(timed("open") == counts(0).openMicros + counts(1).openMicros && timed("close") == counts(0).closeMicros + counts(1).closeMicros)
+    assert(timed("open") == counts(0).openMicros + counts(1).openMicros &&
+      timed("close") == counts(0).closeMicros + counts(1).closeMicros)
     val closing = listeners(classOf[HangingClose])
     closing.open()
     closing.close()
     assert(counts(0).closeMicros >= 1000000 && timed("close") == ledger.of("t").totals.closeMicros)
   }
 
-  test("after a failed decorate, the earlier decorations are left, and the error names the listener") {
+  test("after a failed `decorate`, the earlier decorations are left, and the error names the listener") {
     val three = listeners(classOf[A], classOf[FailingDecorate], classOf[C])
     three.open()
     val failed = intercept[OpenFailedException](three.decorate(null))
@@ -173,7 +182,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(1).failures == 1)
   }
 
-  test("a decoration that fails at its end is counted, and the outer decorations are left") {
+  test("a decoration whose close fails is counted, and the outer decorations are left") {
     val two = listeners(classOf[A], classOf[FailingLeave])
     two.open()
     two.leave(two.decorate(null))
@@ -192,7 +201,8 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
   test("a class that is missing, is not a listener, or needs arguments is rejected by name, with the remedy") {
     Seq(classOf[NoListener].getName, classOf[NoConstructor].getName, "no.such.Listener").foreach { name =>
       val entry = Entry(0, "jvm", name, name, Some("jvm"), Some("application"), required = true, None)
-      val failed = intercept[OpenFailedException](new JvmListeners(Vector(entry), context, settings, ledger, pool).open())
+      val failed = intercept[OpenFailedException](
+        new JvmListeners(Vector(entry), context, settings, ledger, pool).open())
       assert(failed.getMessage.contains(name) && failed.getMessage.contains("public constructor"))
     }
   }
@@ -210,6 +220,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
   test("the text of a listener's exception is limited") {
     val one = listeners(classOf[LongError])
     intercept[OpenFailedException](one.open())
-    assert(counts(0).lastError.length == ListenerCounts.ErrorLength && counts(0).lastError.startsWith("java.lang.IllegalStateException: xx"))
+    assert(counts(0).lastError.length == ListenerCounts.ErrorLength &&
+      counts(0).lastError.startsWith("java.lang.IllegalStateException: xx"))
   }
 }

@@ -29,7 +29,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(topologiesIn(next)("a").listeners(0).opens == 2)
   }
 
-  test("the driver receives the same counts") {
+  test("the driver receives the same counts that the executor has") {
     val ledger = new Ledger
     ledger.listener("a", 3, "\"<&", "executor")(_.copy(opens = 1, closes = 2, failures = 3, lost = 4, openMicros = 5,
       closeMicros = Long.MaxValue, lastError = "line\n\u00e4\u20ac"))
@@ -78,11 +78,13 @@ class LedgerSuite extends AnyFunSuite {
     var reported = Totals()
     (1 to 2000).foreach { _ =>
       val topology = random.nextInt(5).toString
-      val more = Totals(random.nextInt(2).toLong, random.nextInt(2).toLong, random.nextInt(2).toLong, random.nextInt(2).toLong)
+      val more = Totals(random.nextInt(2).toLong, random.nextInt(2).toLong,
+        random.nextInt(2).toLong, random.nextInt(2).toLong)
       random.nextInt(4) match {
         case 0 => ledger.forget(topology)
         case 1 => ledger.report().foreach { case (number, body) =>
-          if (random.nextBoolean()) { reported = totalsIn(body); ledger.delivered(number) } else ledger.notDelivered(number)
+          if (random.nextBoolean()) { reported = totalsIn(body); ledger.delivered(number) }
+            else ledger.notDelivered(number)
         }
         case _ =>
           expected = expected + more
@@ -95,7 +97,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(totalsIn(ledger.full("0")._2) == expected)
   }
 
-  test("counts are unchanged after JSON, and those of an older version without releaseFailures are read") {
+  test("counts survive being written and read as JSON, and counts of an older version (no releaseFailures) are read") {
     val counts = ExecutorCounts(partitions = PartitionCounts(1, 2, 3, 4, 5, 6, 7, 8))
     assert(Json.as[ExecutorCounts](Json.tree(counts)) == counts)
     assert((counts + counts).partitions.releaseFailures == 16)

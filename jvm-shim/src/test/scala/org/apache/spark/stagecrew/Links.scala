@@ -6,8 +6,9 @@ import org.apache.spark.stagecrew.wire.{Frame, Frames, Link}
 
 /** Links to simulated Python processes. */
 object Links {
-  /** A link that reads these bytes. `sent` is called with everything that is sent on it. */
-  def link(process: String, role: String, pid: Long, arriving: Array[Byte] = Array.emptyByteArray)(sent: Frame => Unit): Link = {
+  /** A link that reads the bytes in `arriving`. `sent` is called with each frame that is sent on the link. */
+  def link(process: String, role: String, pid: Long, arriving: Array[Byte] = Array.emptyByteArray)(
+    sent: Frame => Unit): Link = {
     val socket = new Socket {
       override def getOutputStream: OutputStream = new ByteArrayOutputStream {
         override def write(bytes: Array[Byte]): Unit = sent(Frames.decodeMessage(bytes))

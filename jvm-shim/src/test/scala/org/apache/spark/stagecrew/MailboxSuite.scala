@@ -3,7 +3,7 @@ package org.apache.spark.stagecrew
 import org.scalatest.funsuite.AnyFunSuite
 import org.apache.spark.stagecrew.executor.Mailbox
 
-/** The events that wait for an evaluation: in order, once, and bounded. */
+/** The events that wait for an evaluation are delivered in order and once, and their number is bounded. */
 class MailboxSuite extends AnyFunSuite {
   private def events(names: String*): Seq[Array[Byte]] = names.map(_.getBytes)
 
@@ -28,7 +28,7 @@ class MailboxSuite extends AnyFunSuite {
     mailbox.addCredit(10, 5)
     assert(take(mailbox).contains(1L -> Seq("aaaa", "bbbb")))
     mailbox.addCredit(0, 3)
-    assert(take(mailbox).isEmpty, "it has had three more than it asked for")
+    assert(take(mailbox).isEmpty, "the worker has received three bytes more than its credit")
     mailbox.addCredit(0, 1)
     assert(take(mailbox).contains(3L -> Seq("cccc")))
   }

@@ -7,13 +7,16 @@ import scala.jdk.CollectionConverters._
 import org.apache.spark.stagecrew.executor.{Ledger, PartitionCounts}
 
 class MetricsSuite extends AnyFunSuite {
-  private val page = Seq("docs", "../docs").map(folder => Path.of(folder, "reference", "metrics.md")).find(Files.exists(_)).get
+  private val page =
+    Seq("docs", "../docs").map(folder => Path.of(folder, "reference", "metrics.md")).find(Files.exists(_)).get
 
-  test("the table in the docs lists the metrics of the code in order, each with its type, its place and a description") {
+  test("the table in the docs lists the metrics of the code in order, with their types, places and descriptions") {
     val Row = """\| `(\S+)` \| (\w+) \| ([\w, ]+) \| (.+) \|""".r
-    val documented = Files.readString(page).linesIterator.collect { case Row(name, kind, where, what) => (name, kind, where, what) }.toSeq
+    val documented = Files.readString(page).linesIterator
+      .collect { case Row(name, kind, where, what) => (name, kind, where, what) }.toSeq
     val expected = Metrics.both.map(m => (m.name, "gauge", "driver, executors")) ++
-      Metrics.driver.map(m => (m.name, "gauge", "driver")) ++ Metrics.times.map { case (_, name) => (name, "histogram", "executors") }
+      Metrics.driver.map(m => (m.name, "gauge", "driver")) ++
+        Metrics.times.map { case (_, name) => (name, "histogram", "executors") }
     assert(documented.map { case (name, kind, where, _) => (name, kind, where) } == expected)
     documented.foreach { case (name, _, _, what) => assert(what.endsWith("."), name) }
   }
@@ -21,7 +24,8 @@ class MetricsSuite extends AnyFunSuite {
   test("metric names are unique, and end with a unit if there is one") {
     val names = Metrics.both.map(_.name) ++ Metrics.driver.map(_.name) ++ Metrics.times.map(_._2)
     assert(names.distinct == names)
-    names.filter(name => Seq("duration", "memory", "cpu", "p50", "p95", "p99", "max", "open", "close").exists(name.split('.').contains))
+    names.filter(name =>
+      Seq("duration", "memory", "cpu", "p50", "p95", "p99", "max", "open", "close").exists(name.split('.').contains))
       .foreach(name => assert(Seq("micros", "bytes", "millicores").contains(name.split('.').last), name))
   }
 

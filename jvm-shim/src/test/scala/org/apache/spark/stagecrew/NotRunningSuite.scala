@@ -28,7 +28,7 @@ object NotRunningSuite {
 class NotRunningSuite extends AnyFunSuite {
   import NotRunningSuite.bodies
 
-  test("if the plugin cannot start, no task body runs, the executor survives, and the action fails with cause and remedy") {
+  test("if the plugin cannot start, no task body runs, the executor survives, and the error names cause and remedy") {
     val conf = new SparkConf(false).setMaster("local[2,3]").setAppName("not running").set("spark.ui.enabled", "false")
       .set("spark.driver.host", "127.0.0.1").set("spark.driver.bindAddress", "127.0.0.1")
       .set("spark.plugins", s"${classOf[Squatter].getName},stagecrew.StagecrewPlugin")

@@ -5,7 +5,8 @@ import org.apache.spark.stagecrew.executor.PythonPath
 
 class PythonPathSuite extends AnyFunSuite {
   private def seen: Seq[Option[String]] =
-    Seq(Option(System.getenv("PYTHONPATH")), sys.env.get("PYTHONPATH"), Option(new ProcessBuilder().environment.get("PYTHONPATH")))
+    Seq(Option(System.getenv("PYTHONPATH")), sys.env.get("PYTHONPATH"),
+      Option(new ProcessBuilder().environment.get("PYTHONPATH")))
 
   private def entries: Seq[String] = seen.head.toSeq.flatMap(_.split(":"))
 
@@ -14,7 +15,8 @@ class PythonPathSuite extends AnyFunSuite {
     assert(PythonPath.add("/a/first.jar"))
     assert(!PythonPath.add("/a/first.jar"))
     assert(PythonPath.add("/a/second.jar"))
-    assert(entries == Seq("/a/second.jar", "/a/first.jar") ++ before.toSeq.flatMap(_.split(":")) && seen.distinct.size == 1)
+    assert(entries == Seq("/a/second.jar", "/a/first.jar") ++ before.toSeq.flatMap(_.split(":")) &&
+      seen.distinct.size == 1)
     PythonPath.remove("/a/first.jar")
     assert(entries.head == "/a/second.jar" && !entries.contains("/a/first.jar"))
     PythonPath.remove("/a/second.jar")

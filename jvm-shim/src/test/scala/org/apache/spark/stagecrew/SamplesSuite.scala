@@ -11,10 +11,10 @@ class SamplesSuite extends AnyFunSuite {
   private def process(pid: Long, cpu: Long = 0, rss: Long = 7) =
     ProcessView("", "", pid, "worker", 500, 0, Vector(Sample(0, rss, cpu, 2, 3)))
 
-  private final class Fixture(ended: Int = ProcessBook.Ended) {
+  private final class Fixture(maxEnded: Int = ProcessBook.MaxEnded) {
     var now = 0L
     val log = new SampleLog("1", () => "h", () => now)
-    val book = new ProcessBook(ended)
+    val book = new ProcessBook(maxEnded)
 
     def sample(at: Long, processes: ProcessView*): Unit = {
       now = at
@@ -42,8 +42,8 @@ class SamplesSuite extends AnyFunSuite {
       ProcessView("1", "h", 8, "worker", 500, 0, Vector(Sample(2500, 7, 50, 2, 3), Sample(3500, 7, 0, 2, 3)))))
   }
 
-  test("a report that is lost or repeated changes nothing, and everything is bounded") {
-    val f = new Fixture(ended = 2)
+  test("a report that is lost or repeated changes nothing; the numbers of samples and ended processes are bounded") {
+    val f = new Fixture(maxEnded = 2)
     (1 to 100).foreach { n =>
       f.sample(1000L * n, process(7, n.toLong))
       if (n % 3 == 0) f.report(arrives = n % 2 == 0)
@@ -76,7 +76,8 @@ class SamplesSuite extends AnyFunSuite {
     val problem = process(70).copy(executor = "3", host = "h3", role = "daemon", problem = "install psutil")
     val model = PageModel(Views.snapshot().copy(processes = Vector(problem)), 61000)
     val page = Views.page("processes", model)
-    assert(page.text.contains("Executor 3 (host h3): install psutil") && page.text.contains("No Python process has been sampled"))
+    assert(page.text.contains("Executor 3 (host h3): install psutil") &&
+      page.text.contains("No Python process has been sampled"))
     assert(!Views.page("", model).text.contains("running with"))
     assert(Metrics.lastSamples(Vector(problem)).forall(_._1 != "worker"))
   }

@@ -38,7 +38,8 @@ class SettingsSuite extends AnyFunSuite {
   }
 
   test("times and numbers that are not positive are refused, and the message contains the default") {
-    Seq(Settings.OpenTimeout, Settings.CloseTimeout, Settings.ShutdownTimeout, Settings.ChannelTimeout, Settings.ReportInterval,
+    Seq(Settings.OpenTimeout, Settings.CloseTimeout, Settings.ShutdownTimeout, Settings.ChannelTimeout,
+      Settings.ReportInterval,
       Settings.RetainedTopologies).foreach { key =>
       val refused = intercept[IllegalArgumentException](new Settings(conf(key -> "0")))
       assert(refused.getMessage.startsWith(s"$key=0") && refused.getMessage.contains(Settings.known.get(key)))
@@ -91,12 +92,14 @@ class SettingsSuite extends AnyFunSuite {
       Entry(0, "jvm", "Mdc", "a.b.Mdc", Some("jvm"), Some("application"), required = true, None),
       Entry(1, "pickle", "pool \"<\u20ac", "", Some("worker"), Some("execution"), required = false, Some(0)),
       Entry(2, "name", "orders", "pools:orders", None, None, required = true, None))
-    val sent = Description("id", "name", Some("parent"), entries, "python3", VectorMap("A" -> "b"), Vector("x.zip"))(Vector(blob))
+    val sent = Description("id", "name", Some("parent"), entries, "python3", VectorMap("A" -> "b"),
+      Vector("x.zip"))(Vector(blob))
     val frame = Frames.encode("DESCRIPTION", "id", sent.body, sent.blobs)
     assert(!sent.body.contains("AAEC"))
     val got = Description.decode(Frames.decodeMessage(frame))
     assert(got == sent && got.blobs.map(_.toSeq) == Vector(blob.toSeq))
     val both = sent.and(got)
-    assert(both.listeners.map(_.index) == (0 to 5) && both.listeners.flatMap(_.blob) == Vector(0, 1) && both.blobs.size == 2)
+    assert(both.listeners.map(_.index) == (0 to 5) && both.listeners.flatMap(_.blob) == Vector(0, 1) &&
+      both.blobs.size == 2)
   }
 }

@@ -58,18 +58,19 @@ class SpansSuite extends AnyFunSuite {
 
   test("the driver limits spans per topology and in total; topologies that closed first lose theirs first") {
     def topology(id: String, ended: Long, spans: Int) = {
-      val made = new Topology(Description(id, id, None, Vector.empty)(), "named")
-      if (ended > 0) { made.state = "closed"; made.ended = ended }
+      val created = new Topology(Description(id, id, None, Vector.empty)(), "named")
+      if (ended > 0) { created.state = "closed"; created.ended = ended }
       val log = new SpanLog(100, 100)
       (0 until spans).foreach(n => log.add("task", "t", n.toLong, 1, failed = false))
-      report(log, made.spans, 1)
-      made
+      report(log, created.spans, 1)
+      created
     }
-    val (old, newer, runs) = (topology("a", 1, 10), topology("b", 2, 10), topology("c", 0, 10))
-    SpanBook.trim(Seq(newer, runs, old), inAll = 25)
-    assert((old.view.spans.size, old.view.spansDropped, newer.view.spans.size, runs.view.spans.size) == ((0, 10L, 10, 10)))
-    SpanBook.trim(Seq(newer, runs, old), inAll = 5)
-    assert(newer.view.spans.isEmpty && runs.view.spans.size == 10)
+    val (older, newer, active) = (topology("a", 1, 10), topology("b", 2, 10), topology("c", 0, 10))
+    SpanBook.trim(Seq(newer, active, older), inAll = 25)
+    assert((older.view.spans.size, older.view.spansDropped, newer.view.spans.size, active.view.spans.size)
+      == ((0, 10L, 10, 10)))
+    SpanBook.trim(Seq(newer, active, older), inAll = 5)
+    assert(newer.view.spans.isEmpty && active.view.spans.size == 10)
     val small = new SpanBook(limit = 3)
     val log = new SpanLog
     (0 until 9).foreach(n => log.add("open", "o", n.toLong, 1, failed = false))
@@ -93,7 +94,7 @@ class SpansSuite extends AnyFunSuite {
     assert(ledger.full("t")._2.spans.isEmpty)
   }
 
-  test("opens, closes and hanging hooks have a span that ends now, but decorations have none") {
+  test("an open, a close and a hanging hook have a span that ends when they are reported, but a decorate has none") {
     val ledger = new Ledger(() => 10000)
     val processes = new Processes(ledger, (_, _) => ("pool", "worker"), () => 5000000)
     val link = Links.link("p", "worker", 1)(_ => ())
@@ -103,14 +104,15 @@ class SpansSuite extends AnyFunSuite {
       processes.hookEnded(link, "t", 0, hook, failed = hook == "close", 2000000, "")
     }
     processes.hookBegan(link, "t", 0, "open", 1)
-    processes.overdue()
+    processes.takeOverdue()
     val book = new SpanBook
     book.record("1", 1, ledger.report().get._2.spans("t"))
     assert(book.spans.map(one => (one.kind, one.name, one.started, one.ended, one.failed)) == Vector(
-      ("open", "pool", 8000L, 10000L, false), ("close", "pool", 8000L, 10000L, true), ("open", "pool", 10000L, 10000L, true)))
+      ("open", "pool", 8000L, 10000L, false), ("close", "pool", 8000L, 10000L, true),
+        ("open", "pool", 10000L, 10000L, true)))
   }
 
-  test("new spans alone cause a report, are repeated if it was lost, and are forgotten with their topology") {
+  test("new spans alone cause a report, are repeated if that report was lost, and are forgotten with their topology") {
     val ledger = new Ledger
     def slots(report: ExecutorReport) = report.spans("t").slots.map(_.span.name)
     ledger.span("t", "task", "a", 1, failed = false)

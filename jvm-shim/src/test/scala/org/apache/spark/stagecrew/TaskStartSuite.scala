@@ -8,7 +8,7 @@ import stagecrew.{TopologyContext, TopologyListener}
 object TaskStartSuite {
   val bodies = new AtomicInteger
 
-  /** An exception whose methods throw, so it cannot be printed. */
+  /** An exception that cannot be printed, because its own methods throw. */
   final class Unspeakable extends RuntimeException {
     override def getMessage: String = throw new IllegalStateException("no message")
   }
@@ -19,18 +19,20 @@ object TaskStartSuite {
     override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable = throw new Unspeakable
   }
   final class Overflowing extends TopologyListener {
-    override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable = throw new StackOverflowError("too deep")
+    override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable =
+      throw new StackOverflowError("too deep")
   }
 }
 
-/** Every failure before the body of a task fails the attempt, because Spark only logs exceptions of `onTaskStart`. */
+/** Every failure before the body of a task fails the attempt, although Spark only logs what `onTaskStart` throws. */
 class TaskStartSuite extends AnyFunSuite {
   import TaskStartSuite._
 
   Seq(classOf[FailingOpen] -> classOf[Unspeakable].getName, classOf[FailingDecorate] -> classOf[Unspeakable].getName,
     classOf[Overflowing] -> "too deep").foreach { case (listener, cause) =>
     test(s"no body runs and the action fails with the cause: ${listener.getSimpleName}") {
-      val sc = new SparkContext(new SparkConf(false).setMaster("local[2,3]").setAppName("task start").set("spark.ui.enabled", "false")
+      val sc = new SparkContext(new SparkConf(false).setMaster("local[2,3]").setAppName("task start")
+        .set("spark.ui.enabled", "false")
         .set("spark.driver.host", "127.0.0.1").set("spark.driver.bindAddress", "127.0.0.1")
         .set("spark.plugins", "stagecrew.StagecrewPlugin").set(Settings.JvmListeners, listener.getName))
       try {

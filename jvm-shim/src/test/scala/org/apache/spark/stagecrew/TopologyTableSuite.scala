@@ -19,21 +19,22 @@ class TopologyTableSuite extends AnyFunSuite {
   /** The expected state, computed without the table. */
   private final class Model {
     val table = new TopologyTable
-    private var booked = Map.empty[Long, Seq[String]]
+    private var counted = Map.empty[Long, Seq[String]]
     private var ended = Set.empty[String]
     private var quiescent = Set.empty[String]
 
-    private def attempts(topology: String) = booked.collect { case (attempt, chain) if chain.contains(topology) => attempt }.toSet
+    private def attempts(topology: String) =
+      counted.collect { case (attempt, chain) if chain.contains(topology) => attempt }.toSet
 
     def apply(event: Event): Unit = {
       event match {
         case Begin(attempt) =>
-          val expected = booked.getOrElse(attempt, chains(attempt).filterNot(ended))
-          booked += attempt -> expected
+          val expected = counted.getOrElse(attempt, chains(attempt).filterNot(ended))
+          counted += attempt -> expected
           assert(table.begin(attempt, chains(attempt)) == expected)
         case Finish(attempt) =>
-          val chain = booked.getOrElse(attempt, Nil)
-          booked -= attempt
+          val chain = counted.getOrElse(attempt, Nil)
+          counted -= attempt
           val expected = chain.filter(topology => ended(topology) && attempts(topology).isEmpty)
           assert(table.finish(attempt) == expected)
           quiescent ++= expected
@@ -53,16 +54,18 @@ class TopologyTableSuite extends AnyFunSuite {
       topologies.foreach { topology =>
         assert(table.attemptsOf(topology) == attempts(topology))
         assert(table.active(topology) == !ended(topology))
-        if (quiescent(topology)) assert(table.attemptsOf(topology).isEmpty, s"an attempt of quiescent $topology appeared")
+        if (quiescent(topology)) assert(table.attemptsOf(topology).isEmpty,
+          s"an attempt of quiescent $topology appeared")
       }
-      chains.keys.foreach(attempt => assert(table.chainOf(attempt) == booked.getOrElse(attempt, Nil)))
+      chains.keys.foreach(attempt => assert(table.chainOf(attempt) == counted.getOrElse(attempt, Nil)))
     }
   }
 
   private def run(order: Seq[Event]): Unit = {
     val model = new Model
     order.foreach(event => try model(event) catch {
-      case failed: Throwable => throw new AssertionError(s"in the order ${order.mkString(", ")}: ${failed.getMessage}", failed)
+      case failed: Throwable =>
+        throw new AssertionError(s"in the order ${order.mkString(", ")}: ${failed.getMessage}", failed)
     })
   }
 

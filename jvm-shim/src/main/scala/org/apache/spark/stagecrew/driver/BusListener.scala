@@ -8,11 +8,6 @@ import org.apache.spark.sql.execution.ui.{SparkListenerSQLExecutionEnd, SparkLis
 import org.apache.spark.sql.streaming.StreamingQueryListener.{QueryStartedEvent, QueryTerminatedEvent}
 import executor._, spark._, wire._
 
-/** An event of the plugin that is not written to event logs. */
-private[stagecrew] trait NotLogged extends SparkListenerEvent {
-  override protected[spark] def logEvent: Boolean = false
-}
-
 /** When the driver handles this event, it has handled all events that were posted before it. */
 private[stagecrew] final case class FlushMarker(latch: CountDownLatch) extends NotLogged
 

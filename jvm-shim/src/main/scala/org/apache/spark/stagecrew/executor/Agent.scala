@@ -2,40 +2,36 @@ package org.apache.spark.stagecrew
 package executor
 
 import java.nio.file.Path
-import java.util.concurrent.{CompletableFuture, TimeUnit, TimeoutException}
+import java.util.concurrent.{CompletableFuture, ExecutionException, TimeUnit, TimeoutException}
 import scala.jdk.CollectionConverters._
 import org.apache.spark.SparkFiles
 import spark._, wire._
 
 /** The agent's reply for the listeners of one topology. Workers decode `body` and `values`: `values` are the pickled
   * values that the executor-scoped listeners returned from `open`. */
-final case class Opened(
-    listeners: Map[Int, Opened.Listener] = Map.empty, error: Option[String] = None, body: String = "",
-    values: Vector[Array[Byte]] = Vector.empty)
+final case class Opened(listeners: Vector[Opened.Listener] = Vector.empty, error: Option[String] = None)(
+    val body: String = "", val values: Vector[Array[Byte]] = Vector.empty)
 
 object Opened {
-  final case class Listener(index: Int, scope: String, lifetime: String, name: String)
-  final case class Reply(listeners: Vector[Listener], error: Option[String])
+  final case class Listener(index: Int, scope: String, lifetime: String)
 
-  def of(frame: Frame): Opened = {
-    val reply = Json.read[Reply](frame.text("body"))
-    Opened(reply.listeners.map(it => it.index -> it).toMap, reply.error, frame.text("body"), frame.blobs("blobs"))
-  }
+  def of(frame: Frame): Opened =
+    Json.read[Opened](frame.text("body")).copy()(frame.text("body"), frame.blobs("blobs"))
 }
 
 /**
- * The executor's agent: a Python process that owns the executor-scoped listeners. It starts when the first of them must
- * open, and exits when its link is closed. It handles one request at a time.
+ * The executor's agent: a Python process that owns the executor-scoped listeners. It is started when the first of them
+ * must open, and exits when its link is closed. It handles one request at a time.
  */
-final class Agent(place: () => Path, settings: Settings, jar: String, log: String => Unit) {
+final class Agent(executor: String, place: () => Path, settings: Settings) {
   private val lock = new java.util.concurrent.locks.ReentrantLock()
   @volatile private var process: Option[Process] = None
   @volatile private var connecting = new CompletableFuture[Link]()
   @volatile private var link: Option[Link] = None
   @volatile private var pendingRequest = Option.empty[(String, CompletableFuture[Frame])]
 
-  /** Opens the executor-scoped listeners of a topology. Throws if the agent cannot be started, or is lost before it
-    * replies. */
+  /** Opens the executor-scoped listeners of a topology. `addTopology` is called with the agent's link before that.
+    * Throws if the agent cannot be started, or is lost before it replies. */
   def open(description: Description)(addTopology: Link => Unit): Opened = {
     lock.lock()
     try request(description, addTopology) finally lock.unlock()
@@ -52,18 +48,13 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
     try {
       if (!link.contains(agent)) throw new IllegalStateException(s"the agent (process ${agent.pid}) has ended")
       agent.send("OPEN", description.id, description.body, description.blobs)
-      Opened.of(reply.get(timeoutMs, TimeUnit.MILLISECONDS))
-    } catch {
-      case _: TimeoutException => // the agent hangs outside of hooks: in an import, or while it unpickles
-        ProcessHandle.of(agent.pid).ifPresent(process => process.destroyForcibly())
-        throw new IllegalStateException(
-          s"the agent (process ${agent.pid}) did not reply within $timeoutMs ms and was ended")
-      case failed: java.util.concurrent.ExecutionException => throw failed.getCause
+      // At the timeout the agent hangs outside of hooks: in an import, or while it unpickles.
+      Opened.of(await(reply, agent.pid, "reply", timeoutMs))
     } finally pendingRequest = None
   }
 
-  /** An agent has connected. If this class no longer waits for its process, the link is closed: the agent then closes
-    * its open listeners and exits. */
+  /** An agent has connected. If its process is not the last one that was started, the link is closed: the agent then
+    * closes its open listeners and exits. */
   def connected(newLink: Link): Unit = if (process.exists(started => isOrDescends(newLink.pid, started.pid))) {
     link = Some(newLink)
     connecting.complete(newLink)
@@ -77,8 +68,8 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
   private def isOrDescends(pid: Long, ancestor: Long): Boolean = Iterator
     .iterate(ProcessHandle.of(pid))(_.flatMap(_.parent())).takeWhile(_.isPresent).exists(_.get.pid == ancestor)
 
-  /** The agent's link is closed: a pending request fails with the reason. Returns whether the agent was lost, not
-    * retired. */
+  /** The link to an agent is closed. A pending request fails with the reason. Returns true if the agent was lost, and
+    * false if it was retired. */
   def disconnected(closed: Link, reason: Option[String]): Boolean = link.contains(closed) && {
     link = None
     pendingRequest.foreach(_._2.completeExceptionally(new IllegalStateException(
@@ -91,12 +82,12 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
   /** Ends the agent if neither a topology nor a pending request needs it. */
   def retire(isNeeded: Link => Boolean): Unit = if (lock.tryLock()) {
     try link.filterNot(isNeeded).foreach { unneeded =>
-      link = None // now, because the next request must start another agent
+      link = None // immediately, because the next request must start another agent
       unneeded.close()
     } finally lock.unlock()
   }
 
-  /** Ends the agent, which closes its listeners. */
+  /** Closes the agent's link. The agent then closes its listeners and exits. */
   def stop(): Unit = link.foreach(_.close())
 
   /** Waits until the process has exited, and kills it at the timeout. */
@@ -116,24 +107,28 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
     val environment = builder.environment
     environment.putAll(description.environment.asJava)
     environment.put("PYTHONPATH", SparkInternals.pythonPath(
-      jar, description.environment.getOrElse("PYTHONPATH", ""), sys.env.getOrElse("PYTHONPATH", "")))
+      Shim.jar, description.environment.getOrElse("PYTHONPATH", ""), sys.env.getOrElse("PYTHONPATH", "")))
     environment.put("PYTHONUNBUFFERED", "YES")
     builder.redirectInput(ProcessBuilder.Redirect.from(new java.io.File("/dev/null")))
     builder.redirectOutput(ProcessBuilder.Redirect.INHERIT)
     builder.redirectError(ProcessBuilder.Redirect.INHERIT)
     val started = builder.start()
     process = Some(started)
-    log(s"started the agent, process ${started.pid}")
+    Log.log.info(s"executor $executor started the agent, process ${started.pid}")
     started.onExit().thenAccept { ended =>
       connection.completeExceptionally(new IllegalStateException(
         s"the agent (${description.executable} -m stagecrew.worker.agent) ended with exit code ${ended.exitValue}; " +
           "see the executor's stderr for the cause"))
     }
-    try connection.get(StartMs, TimeUnit.MILLISECONDS) catch {
-      case failed: java.util.concurrent.ExecutionException => throw failed.getCause
-      case _: TimeoutException =>
-        started.destroyForcibly()
-        throw new IllegalStateException(s"the agent (process ${started.pid}) did not connect within $StartMs ms")
-    }
+    await(connection, started.pid, "connect", StartMs)
   }
+
+  /** Waits for an action of the agent. At the timeout, kills its process. */
+  private def await[T](outcome: CompletableFuture[T], pid: Long, action: String, timeoutMs: Long): T =
+    try outcome.get(timeoutMs, TimeUnit.MILLISECONDS) catch {
+      case failed: ExecutionException => throw failed.getCause
+      case _: TimeoutException =>
+        ProcessHandle.of(pid).ifPresent(process => process.destroyForcibly())
+        throw new IllegalStateException(s"the agent (process $pid) did not $action within $timeoutMs ms and was killed")
+    }
 }

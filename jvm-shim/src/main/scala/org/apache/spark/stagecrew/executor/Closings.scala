@@ -17,15 +17,14 @@ trait Loop {
 private[stagecrew] abstract class ThreadLoop(name: String) extends Loop {
   protected val loop: ScheduledExecutorService = Executors.newSingleThreadScheduledExecutor(ExecutorCrew.daemon(name))
 
-  override def inLoop(f: => Unit): Unit = unlessEnded(loop.execute(() => Log.contained(s"a call in loop $name")(f)))
+  override def inLoop(f: => Unit): Unit = schedule(0)(f)
 
-  override def schedule(ms: Long)(f: => Unit): Unit = unlessEnded(
-    loop.schedule((() => Log.contained(s"a call in loop $name")(f)): Runnable, ms, TimeUnit.MILLISECONDS))
+  override def schedule(ms: Long)(f: => Unit): Unit =
+    try { loop.schedule((() => Log.contained(s"a call in loop $name")(f)): Runnable, ms, TimeUnit.MILLISECONDS); () }
+    catch { case _: RejectedExecutionException => () }
 
   protected def every(ms: Long)(action: String)(f: => Unit): Unit =
     loop.scheduleWithFixedDelay(() => Log.contained(action)(f), ms, ms, TimeUnit.MILLISECONDS)
-
-  private def unlessEnded(f: => Unit): Unit = try f catch { case _: RejectedExecutionException => () }
 
   private val ending = new AtomicBoolean(false)
   private val ended = new CountDownLatch(1)
@@ -46,7 +45,7 @@ final class Closings(
     pool: ExecutorService, loop: Loop)(
     release: String => CompletableFuture[Deletions], report: (String, Seq[String], Option[Deletions]) => Array[Byte],
     closed: String => Unit) {
-  /** How much longer than the timeout to wait for the report of a hook that was interrupted at the same timeout. */
+  /** How long to wait after the timeout, because a hook that is interrupted at the same timeout is still reported. */
   private val ReportGraceMs = 300L
   private val closings = mutable.LinkedHashMap.empty[String, Closing]
   private val latches = TrieMap.empty[String, CountDownLatch]
@@ -55,14 +54,14 @@ final class Closings(
 
   /**
    * Continues closings after a change that they may wait for: a process began or ended an attempt, closed a topology,
-   * or disconnected, or an attempt has ended. Called by any thread. It is free while no topology closes.
+   * or disconnected, or an attempt has ended. Called by any thread. Does nothing while no topology is closing.
    */
   def changed(): Unit = if (anyClosing) loop.inLoop(progress())
 
-  /** A latch that opens when the topology is closed. The caller must get it before it calls `end`. Any thread. */
+  /** A latch that opens when the topology is closed. Must be called before `end`. Called by any thread. */
   def latch(topology: String): CountDownLatch = latches.getOrElseUpdate(topology, new CountDownLatch(1))
 
-  /** Closes a topology that has ended. Replies when it is closed, or at the timeout with the unclosed listeners. */
+  /** Closes a topology that has ended. Replies when it is closed, or at the timeout (see `giveUp`). */
   def end(topology: String, timeoutMs: Long, reply: Option[Reply]): Unit = {
     table.end(topology)
     val closing = closings.getOrElseUpdate(topology, new Closing(topology))
@@ -145,13 +144,14 @@ final class Closings(
 
     private def finish(): Unit = {
       closings.remove(topology)
-      if (table.attemptsOf(topology).isEmpty) table.forget(topology) // otherwise the executor shuts down
+      if (table.attemptsOf(topology).isEmpty) table.forget(topology) // otherwise the executor is shutting down
       if (replies.nonEmpty) sendReplies(Nil, releasing.filterNot(_.isCompletedExceptionally).map(_.get()))
       closed(topology)
       latches.remove(topology).foreach(_.countDown())
     }
 
-    /** Replies at the timeout with the unclosed listeners, and continues to close. */
+    /** Replies at the timeout, and continues to close. The reply names the running attempts. If no attempt is running,
+      * it names the listeners, processes and deletions that closing still waits for. */
     def giveUp(): Unit = if (closings.contains(topology) && replies.nonEmpty) {
       val attempts = table.attemptsOf(topology).toSeq.sorted
         .map(attempt => s"attempt $attempt on executor $executor is still running")

@@ -6,7 +6,7 @@ import org.apache.spark.TaskContext
 import driver._, wire._
 
 /**
- * The descriptions of topologies on an executor. It requests each one from the driver once, when the first task needs
+ * The descriptions of topologies on an executor. Each one is requested from the driver once, when the first task needs
  * it. `askDriver` sends a message and waits for the reply.
  */
 final class Descriptions(
@@ -29,11 +29,12 @@ final class Descriptions(
   })
 
   /** A description that the driver has sent, if it is still cached. */
-  def known(id: String): Option[Description] = described.now(id).flatten
+  def known(id: String): Option[Description] = described.computed(id).flatten
 
   def ids: Seq[String] = described.keys
 
-  /** The topology has ended. Forgets its key, because a streaming query with the same id may be started again. */
+  /** The topology of an execution has ended. Its key is forgotten, because a streaming query with the same id may be
+    * started again. */
   def ended(id: String): Unit = executions.forgetAll(_.contains(id))
 
   def forget(id: String): Unit = {
@@ -41,8 +42,8 @@ final class Descriptions(
     described.forgetAll(_.exists(_.id == id))
   }
 
-  /** A named topology and the topologies around it, outermost first. Empty if it has ended: its tasks then run under
-    * the application topology. */
+  /** A named topology and the topologies around it, outermost first, including those that are closing here. Empty if
+    * one of them has closed here: a late task of it runs under the application topology. */
   def named(id: String): List[Description] = ancestors(id, Nil)
 
   private def ancestors(id: String, inner: List[Description]): List[Description] = describe(id) match {

@@ -9,8 +9,9 @@ import driver._, spark._, wire._
  * The evaluations of an executor: calls of bound functions that exchange messages with coordinators on the driver. This
  * class holds their mailboxes, routes frames by the number of the evaluation, and never reads payloads.
  *
- * Link threads deliver frames from workers, and RPC threads deliver frames from the driver. Its lock is not held during
- * a write to a worker or to the driver. Only the lock of a single evaluation is, to keep its events in order.
+ * Link threads deliver frames from workers, and RPC threads deliver frames from the driver. Both write to workers and
+ * to the driver. During a write, the lock of this class is not held, but the lock of one evaluation may be, to keep its
+ * events in order.
  */
 final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.Attempts, toDriver: Array[Byte] => Unit) {
   import Evaluations._
@@ -54,7 +55,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       // If the evaluation is unknown, Spark has ended its attempt: its frames are dropped.
       val id = Frames.evaluationOf(frame)
       val evaluation = find(id)
-      if (kind == "FINISH") evaluation.foreach(_.finishing = Frames.sequenceOf(frame))
+      if (kind == "FINISH") evaluation.foreach(_.finishSequence = Frames.sequenceOf(frame))
       if (evaluation.nonEmpty) batch.add(frame) else link.send("ABORT", id, "its attempt has ended, or it was reset")
     case other => throw new FrameException(s"an evaluation does not send $other")
   }
@@ -82,13 +83,10 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
         case Mailbox.Accepted(sequence) => replies.add("ACCEPTED", evaluation.id, sequence)
         case Mailbox.Refused(reason) => replies.add("OVERFLOWED", evaluation.id, reason)
       }
-    case "REPLY" =>
-      // Before the reply is written: the worker may send FINISH as soon as it has the reply.
-      if (evaluation.finishing == Frames.sequenceOf(frame)) synchronized(byId -= evaluation.id)
-      evaluation.link.write(Frames.withLength(frame))
-    case "HANDLED" => evaluation.link.write(Frames.withLength(frame))
-    case "ABORT" =>
-      synchronized(byId -= evaluation.id)
+    case "REPLY" | "HANDLED" | "ABORT" =>
+      val isLast = kind == "ABORT" || (kind == "REPLY" && evaluation.finishSequence == Frames.sequenceOf(frame))
+      // This must precede the write, because the worker may send FINISH as soon as it has a reply.
+      if (isLast) synchronized(byId -= evaluation.id)
       evaluation.link.write(Frames.withLength(frame))
     case other => throw new FrameException(s"the driver does not send $other to an evaluation")
   }
@@ -96,8 +94,8 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
   /** Ends the evaluations of a worker whose link is closed. */
   def disconnected(link: Link): Unit = end(_.link eq link, "failed", s"$link has disconnected")
 
-  /** Ends the evaluations of an attempt that Spark has asked to end, so that no task waits for a coordinator.
-    * `attempts` must already return the failure. */
+  /** Ends the evaluations of an attempt that Spark has asked to end, so that its task does not wait for a coordinator.
+    * `attempts` must already know the failure. */
   def interrupted(attempt: Long): Unit = endAll(_.attempt == attempt, Some(Killed))
 
   /** Ends the evaluations of an attempt that has ended. If it did not fail, they are abandoned. `attempts` must already
@@ -132,16 +130,16 @@ object Evaluations {
     def runs(attempt: Long): Boolean
     /** Why the attempt failed, or that Spark has asked it to end. Called before `runs`. */
     def failureReason(attempt: Long): Option[String]
-    /** The attempt number of the stage, and its number of partitions. A Python task does not know them. */
+    /** The attempt number of the stage, and the stage's number of partitions. A Python task does not know them. */
     def stageOf(attempt: Long): (Int, Int)
   }
 
   /** Creates the `Evaluations` of an executor, with an RPC endpoint for messages from the driver. */
   def on(executor: String, settings: Settings, attempts: Attempts): Evaluations = {
-    lazy val driver = Rpc.driver(Coordination.EndpointName)
-    lazy val evaluations: Evaluations = new Evaluations(settings.mailboxEvents, settings.mailboxBytes, attempts,
+    val driver = Rpc.driver(Coordination.EndpointName)
+    val evaluations = new Evaluations(settings.mailboxEvents, settings.mailboxBytes, attempts,
       frames => driver.send(Frames.encode("FROM", executor, frames)))
-    lazy val endpoint: Peer = Rpc.endpoint(s"stagecrew-evaluations-$executor", new Handler {
+    val endpoint = Rpc.endpoint(s"stagecrew-evaluations-$executor", new Handler {
       override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit =
         Log.contained("handling a message of a coordinator")(evaluations.onDriverMessage(ByteBuffer.wrap(message)))
     })
@@ -156,8 +154,8 @@ object Evaluations {
   val Failed = "its attempt failed"
 
   private final class Evaluation(val id: Long, val link: Link, val attempt: Long, mailbox: Mailbox) {
-    /** The sequence number of the FINISH frame. The reply to this frame is the last one. */
-    @volatile var finishing = -1L
+    /** The sequence number of the FINISH frame, or -1 before that frame. The reply to it is the last one. */
+    @volatile var finishSequence = -1L
     /** Whether READY was sent to the driver, and how the evaluation ended before that. Guarded by the outer lock. */
     var announced = false
     var ending = Option.empty[(String, String)]

@@ -13,11 +13,12 @@ import driver._, listeners._, partitions._, spark._, wire._
  * The plugin on one executor: it creates the components, handles the driver's messages, and shuts everything down.
  *
  * Task threads start attempts and wait for opens (`TaskAttempts`). Each link to a Python process has its own thread
- * (`PythonLinks`). The `loop` thread closes topologies and sends reports. RPC threads only enqueue.
+ * (`PythonLinks`). The `loop` thread closes topologies and sends reports. RPC threads enqueue work, except that they
+ * deliver the driver's frames to evaluations themselves (`Evaluations`).
  */
 final class ExecutorCrew(
-    private[stagecrew] val conf: SparkConf, private[stagecrew] val executor: String, version: String, jar: String,
-    timelines: Boolean) extends ThreadLoop("stagecrew-executor") with Handler {
+    private[stagecrew] val conf: SparkConf, private[stagecrew] val executor: String, timelines: Boolean)
+  extends ThreadLoop("stagecrew-executor") with Handler {
   import ExecutorCrew._
 
   val settings = new Settings(conf)
@@ -25,11 +26,9 @@ final class ExecutorCrew(
   private[stagecrew] val table = new TopologyTable
 
   private val pool = Executors.newCachedThreadPool(daemon("stagecrew-hook"))
-  private lazy val watchdog = Executors.newSingleThreadScheduledExecutor(daemon("stagecrew-watchdog"))
   private val self: Peer = Rpc.endpoint(s"stagecrew-$executor", this)
   private lazy val driver: Peer = Rpc.driver(DriverCrew.EndpointName)
-  private[stagecrew] lazy val host: String =
-    Option(SparkEnv.get).flatMap(env => Option(env.blockManager.blockManagerId)).map(_.host).getOrElse("")
+  private[stagecrew] lazy val host: String = SparkInternals.host
   private lazy val application: String = SparkEnv.get.conf.getAppId
   private lazy val configuration: Map[String, String] = {
     val secret = SparkInternals.redactionPattern(conf)
@@ -41,8 +40,7 @@ final class ExecutorCrew(
   private[stagecrew] val descriptions =
     new Descriptions(executor, () => host, table, pool, bytes => askDriverSync(bytes, ReplyTimeoutMs))
   private[stagecrew] val processes = new Processes(ledger, links.nameOf, () => System.nanoTime())
-  private[stagecrew] val agent =
-    new Agent(() => place, settings, jar, text => Log.log.info(s"executor $executor $text"))
+  private[stagecrew] val agent = new Agent(executor, () => place, settings)
   private[stagecrew] val executorListeners = new ExecutorListeners(settings, ledger, processes, agent, pool,
     description => ListenerContext(application, description.name, description.id, executor, host, configuration.asJava))
   private[stagecrew] val partitions = new Partitions(attempts.ownerOf, ledger, pool, new Partitions.Disk {
@@ -84,7 +82,7 @@ final class ExecutorCrew(
             s"its local directories (spark.local.dir): ${TaskRejection.text(error)}", error)
       }
       val channels =
-        try new Channels(folder.toPath, settings, version, s"executor $executor", () => welcome, links)
+        try new Channels(folder.toPath, settings, Shim.version, s"executor $executor", () => welcome, links)
         catch { case e: Throwable => Log.contained(s"deleting $folder")(SparkInternals.delete(folder)); throw e }
       server = Some(channels -> folder)
     }
@@ -142,10 +140,10 @@ final class ExecutorCrew(
       topologies.foreach(id => inLoop(closings.end(id, remainingMs, None)))
       latches.foreach(_.await(remainingMs, TimeUnit.MILLISECONDS))
     }
-    // A JVM task cannot be interrupted. After half of the timeout, closing continues without waiting for it.
+    // A JVM task may not react to interrupts. After half of the timeout, closing no longer waits for attempts.
     schedule(timeoutMs / 2)(closings.force())
     val (application, inner) = descriptions.ids.partition(_ == Description.Application)
-    // Their attempts are being killed, or never end. SIGTERM lets the workers close their open listeners.
+    // The attempts of busy workers are being killed, or never end. After SIGTERM, workers close their open listeners.
     processes.busy.foreach(links.terminate)
     end(inner)
     end(application)
@@ -156,7 +154,6 @@ final class ExecutorCrew(
     reports.last(math.max(remainingMs, LastReportMs))
     Partitions.stop(partitions)
     loop.shutdownNow()
-    watchdog.shutdownNow()
     pool.shutdown()
     lock.synchronized(server).foreach { case (channels, folder) =>
       channels.close()
@@ -165,10 +162,11 @@ final class ExecutorCrew(
     Log.contained("stopping the endpoint")(Rpc.stopEndpoint(self))
   }
 
-  /** Runs a call on the watchdog thread after a delay. The loop is not used, because it writes to links, and a process
-    * that hangs can block it. */
+  /** Runs a call in the pool after a delay. The loop is not used, because it writes to links, and a process that hangs
+    * can block it. */
   private[stagecrew] def watch(ms: Long)(f: => Unit): Unit =
-    watchdog.schedule((() => Log.contained("killing overdue processes")(f)): Runnable, ms + 10, TimeUnit.MILLISECONDS)
+    CompletableFuture.delayedExecutor(ms + 10, TimeUnit.MILLISECONDS, pool)
+      .execute(() => Log.contained("killing overdue processes")(f))
 }
 
 object ExecutorCrew {

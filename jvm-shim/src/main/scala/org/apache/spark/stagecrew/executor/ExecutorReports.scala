@@ -6,7 +6,7 @@ import scala.util.control.NonFatal
 import partitions._, spark._, wire._
 
 /** Sends reports to the driver: counts, spans and samples, and the inventory of the executor's partitions. Used by the
-  * executor's loop only. */
+  * executor's loop only, except for `last`. */
 private[stagecrew] final class ExecutorReports(crew: ExecutorCrew) {
   import crew.{agent, closings, descriptions, executor, inLoop, ledger, partitions, processes, schedule, settings}
 

@@ -14,16 +14,15 @@ final class ExecutorShim extends ExecutorPlugin {
   /** The environment variable that makes Python processes sample themselves (python/stagecrew/worker/sampling.py). */
   private val Sampling = "STAGECREW_SAMPLING"
   private var hook: AnyRef = _
-  private var added = false // whether this executor put the jar on the PYTHONPATH
+  private var addedJar = false // whether this executor put the jar on the PYTHONPATH
 
   override def init(plugin: PluginContext, extra: JMap[String, String]): Unit = {
     val env = SparkEnv.get
     try {
       preparePythonPath()
-      crew = new ExecutorCrew(env.conf, env.executorId, Shim.version, Shim.jar,
-        extra.get(DriverShim.Timelines) == "true")
+      crew = new ExecutorCrew(env.conf, env.executorId, extra.get(DriverShim.Timelines) == "true")
       Log.contained("switching on the samples of Python processes")(PythonPath.assign(Sampling, crew.sampling))
-      // In a local master, the driver's metrics have the same names and include this executor.
+      // With a local master, the driver's metrics have the same names and include this executor.
       if (env.executorId != SparkContext.DRIVER_IDENTIFIER)
         Metrics.registerExecutor(plugin.metricRegistry(), crew.ledger)
       hook = SparkInternals.addShutdownHook(driver = false)(() => end())
@@ -36,22 +35,22 @@ final class ExecutorShim extends ExecutorPlugin {
     try if (notRunning != null) notRunning.taskStarted(task) else if (crew != null) crew.taskStarted(task) catch {
       // The rejection itself has failed, for example with an OutOfMemoryError or a StackOverflowError.
       case error: Throwable =>
-        SparkInternals.markInterrupted(task, s"stagecrew: this task cannot begin: ${error.getClass.getName}")
+        SparkInternals.markInterrupted(task, s"stagecrew: this task could not be started: ${error.getClass.getName}")
     }
   }
 
   override def shutdown(): Unit = {
     end()
     if (hook != null) Log.contained("removing the shutdown hook")(SparkInternals.removeShutdownHook(hook))
-    // In a local master, the same JVM may run another application without the plugin.
-    if (added) Log.contained("removing the jar from the PYTHONPATH")(PythonPath.remove(Shim.jar))
+    // With a local master, the same JVM may later run another application without the plugin.
+    if (addedJar) Log.contained("removing the jar from the PYTHONPATH")(PythonPath.remove(Shim.jar))
     Log.contained("switching off the samples of Python processes")(PythonPath.assign(Sampling, ""))
   }
 
   private def end(): Unit = if (crew != null) crew.shutdown(crew.settings.shutdownTimeoutMs)
 
   /** Puts the jar on the PYTHONPATH of this executor's Python processes, so that they can import stagecrew. */
-  private def preparePythonPath(): Unit = try added = PythonPath.add(Shim.jar) catch {
+  private def preparePythonPath(): Unit = try addedJar = PythonPath.add(Shim.jar) catch {
     case Failure(error) => Log.log.error(
       s"Python processes of executor ${SparkEnv.get.executorId} cannot import stagecrew, because this JVM does not " +
         s"allow changes to its environment; install stagecrew ${Shim.version} for the executors' Python, or start " +

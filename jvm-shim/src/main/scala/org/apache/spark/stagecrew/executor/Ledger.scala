@@ -18,8 +18,6 @@ final case class ListenerCounts(
     index: Int, name: String, scope: String, opens: Long = 0, closes: Long = 0, failures: Long = 0, lost: Long = 0,
     openMicros: Long = 0, closeMicros: Long = 0, lastError: String = "", lastErrorLine: String = "") {
 
-  def stillOpen: Long = opens - closes - lost
-
   /** Adds the duration of an open or a close, failed or not. */
   private[stagecrew] def withDuration(hook: String, micros: Long): ListenerCounts = hook match {
     case "open" => copy(openMicros = openMicros + micros)
@@ -68,7 +66,7 @@ final case class PartitionCounts(
     blockBytes + other.blockBytes, released + other.released, releasedBytes + other.releasedBytes,
     releaseFailures + other.releaseFailures)
 
-  /** Replaces the stored partitions by those of `now`, and keeps the counts of releases. */
+  /** Replaces the stored partitions with those of `now`, and keeps the counts of releases. */
   def storing(now: PartitionCounts): PartitionCounts =
     now.copy(released = released, releasedBytes = releasedBytes, releaseFailures = releaseFailures)
 }
@@ -76,8 +74,8 @@ final case class PartitionCounts(
 /**
  * The counts of one topology on one executor.
  *
- * @param processes Python processes that opened a listener
- * @param lostProcesses the number of these processes that ended before they closed it
+ * @param processes the number of Python processes that opened a listener
+ * @param lostProcesses the number of these processes that ended with an open listener
  * @param deferred the ids of processes that will close after their current task
  */
 final case class ExecutorCounts(
@@ -141,8 +139,7 @@ final class Ledger(clock: () => Long = () => System.currentTimeMillis(), timelin
     unreported(topology) = 0
   }
 
-  def listener(
-    topology: String, index: Int, name: => String, scope: => String)(f: ListenerCounts => ListenerCounts): Unit =
+  def listener(topology: String, index: Int, name: String, scope: String)(f: ListenerCounts => ListenerCounts): Unit =
     change(topology)(_.changed(ListenerCounts(index, name, scope))(f))
 
   /** Records a span of the topology that ends now and had this duration. */

@@ -22,7 +22,7 @@ final class Mailbox(maxEvents: Int, maxBytes: Long) {
   private var creditEvents = 0L
   private var creditBytes = 0L
 
-  /** Adds events of the coordinator. `first` is the sequence number of the first one. */
+  /** Adds events from the coordinator. `first` is the sequence number of the first one. */
   def offer(first: Long, events: Seq[Array[Byte]]): Result = refused match {
     case Some(reason) => Refused(reason)
     case None if first > accepted + 1 => refuse(s"events ${accepted + 1} to ${first - 1} were lost in transit")

@@ -28,16 +28,11 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
     process.deferred.foreach(endDeferral(_, link))
   }
 
-  /** The process begins an attempt that is booked under these topologies. */
-  def began(link: Link, attempt: Long, chain: Set[String]): Unit = change(link) { process =>
-    process.attempt = Some(attempt)
-    process.chain = chain
-  }
+  /** The process begins an attempt that is counted in these topologies. */
+  def began(link: Link, attempt: Long, chain: Set[String]): Unit = change(link)(_.running = Some(attempt -> chain))
 
-  def ended(link: Link): Unit = change(link) { process =>
-    process.attempt = None
-    process.chain = Set.empty
-  }
+  /** The process has ended its attempt. */
+  def ended(link: Link): Unit = change(link)(_.running = None)
 
   /** The process has the description of a topology, and must close the topology later. */
   def addTopology(link: Link, topology: String): Unit = change(link)(_.topologies += topology)
@@ -51,8 +46,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
   /** A hook begins. It is overdue from `overdueAt` on. */
   def hookBegan(link: Link, topology: String, index: Int, hook: String, overdueAt: Long): Unit =
     change(link) { process =>
-      process.hook = Some(Hook(topology, index, hook, overdueAt))
-      process.hookBegan = clock()
+      process.hook = Some(Hook(topology, index, hook, overdueAt) -> clock())
       if (hook == "open") {
         process.open += topology -> index
         if (process.counted.add(topology)) ledger.change(topology)(c => c.copy(processes = c.processes + 1))
@@ -74,42 +68,47 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
     }
   }
 
-  /** The links whose hook is overdue. Each is returned once: the caller kills the process. */
-  def overdue(): Seq[(Link, Hook, Option[Long])] = synchronized {
+  /** The links whose hook is overdue, with the hook and the attempt. Each is returned once: the caller must kill the
+    * process. */
+  def takeOverdue(): Seq[(Link, Hook, Option[Long])] = synchronized {
     val now = clock()
     processes.toSeq.collect {
-      case (link, process) if process.hook.exists(_.overdueAt <= now) =>
-        val hook = process.hook.get
+      case (link, process) if process.hook.exists(_._1.overdueAt <= now) =>
+        val (hook, began) = process.hook.get
         process.hook = None
-        val micros = (now - process.hookBegan) / 1000
+        val micros = (now - began) / 1000
         ledger.span(hook.topology, hook.name, nameOf(hook.topology, hook.index)._1, micros, failed = true)
         count(hook.topology, hook.index) { before =>
           before.withDuration(hook.name, micros)
             .withFailure(s"${hook.name} ignored its timeout; its process was killed", "")
         }
-        (link, hook, process.attempt)
+        (link, hook, process.running.map(_._1))
     }
   }
 
-  /** The links whose processes have this topology, each with `true` if the process runs a task of another topology. A
-    * task of this topology is not counted, because it is about to end: Spark may see its end before Python does. */
+  /** The links whose processes have this topology, each with `true` if the process is running a task outside this
+    * topology. A task of this topology does not count, because it is about to end: Spark may see its end before Python
+    * does. */
   def linksOf(topology: String): Seq[(Link, Boolean)] = synchronized {
     processes.toSeq.collect { case (link, process) if process.topologies(topology) =>
-      link -> (process.attempt.nonEmpty && !process.chain(topology))
+      link -> process.running.exists { case (_, chain) => !chain(topology) }
     }
   }
 
-  /** The links of workers that run this attempt. */
+  /** The links of workers that are running this attempt. */
   def running(attempt: Long): Seq[Link] = synchronized {
-    processes.toSeq.collect { case (link, it) if it.attempt.contains(attempt) && link.role == "worker" => link }
+    processes.toSeq.collect {
+      case (link, process) if process.running.exists(_._1 == attempt) && link.role == "worker" => link
+    }
   }
 
   /** Whether the process has any topology. */
   def hasTopologies(link: Link): Boolean = synchronized(processes.get(link).exists(_.topologies.nonEmpty))
 
-  /** The links whose processes run a task. */
-  def busy: Seq[Link] = synchronized(processes.toSeq.collect { case (link, it) if it.attempt.nonEmpty => link })
+  /** The links whose processes are running a task. */
+  def busy: Seq[Link] = synchronized(processes.toSeq.collect { case (link, it) if it.running.nonEmpty => link })
 
+  /** The process will close this topology after its current task. */
   def defer(link: Link, topology: String): Unit = change(link) { process =>
     if (process.deferred.add(topology)) ledger.change(topology)(c => c.copy(deferred = c.deferred + link.process))
   }
@@ -125,7 +124,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
     ledger.change(topology)(c => c.copy(deferred = c.deferred - link.process))
 
   private def count(topology: String, index: Int)(f: ListenerCounts => ListenerCounts): Unit = {
-    lazy val (name, scope) = nameOf(topology, index)
+    val (name, scope) = nameOf(topology, index)
     ledger.listener(topology, index, name, scope)(f)
   }
 }
@@ -137,10 +136,8 @@ object Processes {
     val open = mutable.LinkedHashSet.empty[(String, Int)]
     val topologies = mutable.LinkedHashSet.empty[String]
     val deferred = mutable.LinkedHashSet.empty[String]
-    val counted = mutable.HashSet.empty[String] // topologies that count it as a process with open listeners
-    var attempt = Option.empty[Long]
-    var chain = Set.empty[String] // the topologies of its attempt
-    var hook = Option.empty[Hook]
-    var hookBegan = 0L
+    val counted = mutable.HashSet.empty[String] // the topologies whose number of processes includes this one
+    var running = Option.empty[(Long, Set[String])] // its attempt, and the topologies of the attempt
+    var hook = Option.empty[(Hook, Long)] // with the time when it began
   }
 }

@@ -31,7 +31,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
       val timeoutMs = frame.long("timeout") + PythonLinks.HookGraceMs
       processes.hookBegan(link, frame.text("topology"), frame.long("listener").toInt, frame.text("hook"),
         System.nanoTime() + timeoutMs * 1000000L)
-      crew.watch(timeoutMs)(endOverdue())
+      crew.watch(timeoutMs)(killOverdue())
     case "HOOK_DONE" =>
       processes.hookEnded(link, frame.text("topology"), frame.long("listener").toInt, frame.text("hook"),
         frame.text("outcome") != "ok", frame.long("micros"), frame.text("error"), frame.text("line"))
@@ -55,7 +55,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
     case None => link.send("REFUSED", s"topology $topology is unknown on executor $executor")
     case Some(description) =>
       processes.addTopology(link, topology)
-      val opened = executorListeners.of(topology).map(_.agent).getOrElse(Opened())
+      val opened = executorListeners.of(topology).map(_.agent).getOrElse(Opened()())
       link.send("TOPOLOGY", topology, description.body, description.blobs, opened.body, opened.values)
   }
 
@@ -76,7 +76,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
   }
 
   /** Kills processes whose hook ignored its timeout. */
-  private def endOverdue(): Unit = processes.overdue().foreach { case (link, hook, attempt) =>
+  private def killOverdue(): Unit = processes.takeOverdue().foreach { case (link, hook, attempt) =>
     val limit = if (hook.name == "open") settings.openTimeoutMs else settings.closeTimeoutMs
     val topology = descriptions.known(hook.topology).map(_.name).getOrElse(hook.topology)
     val text = s"${hook.name} of listener '${nameOf(hook.topology, hook.index)._1}' " +
@@ -91,7 +91,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
   /** The name and the scope of a listener. */
   def nameOf(topology: String, index: Int): (String, String) =
     descriptions.known(topology).flatMap(_.listeners.find(_.index == index)).map { entry =>
-      val opened = executorListeners.of(topology).flatMap(_.agent.listeners.get(index))
+      val opened = executorListeners.of(topology).flatMap(_.agent.listeners.find(_.index == index))
       (entry.name, entry.scope.orElse(opened.map(_.scope)).getOrElse("worker"))
     }.getOrElse((s"listener $index", "worker"))
 

@@ -18,14 +18,15 @@ private[stagecrew] final class SampleLog(
   private val current = mutable.LinkedHashMap.empty[AnyRef, Vector[ProcessView]] // by source
   private var time, reported = 0L
 
-  /** Records the samples of a source (a link). Processes that it sampled before, but not now, have ended. */
+  /** Records the samples of a source (a link). Processes that the source sampled last time, but not this time, have
+    * ended. */
   def record(source: AnyRef, sampled: Vector[ProcessView]): Unit = synchronized {
     time = math.max(clock(), time + 1) // strictly increasing: reports use it to find the samples that the driver has
-    val here = sampled.map(process => process.copy(executor = executor, host = host(),
+    val running = sampled.map(process => process.copy(executor = executor, host = host(),
       samples = process.samples.map(_.copy(time = time))))
-    val ended = current.getOrElse(source, Vector.empty).filterNot(process => here.exists(_.key == process.key))
-    current(source) = here
-    book.record(here ++ ended.map(_.copy(ended = time)))
+    val ended = current.getOrElse(source, Vector.empty).filterNot(process => running.exists(_.key == process.key))
+    current(source) = running
+    book.record(running ++ ended.map(_.copy(ended = time)))
   }
 
   /** A source has disconnected: its processes have ended. */
@@ -47,15 +48,15 @@ private[stagecrew] final class SampleLog(
 }
 
 /** Running Python processes, and those that ended last, each with its last samples. Not thread-safe. */
-private[stagecrew] final class ProcessBook(ended: Int = ProcessBook.Ended) {
+private[stagecrew] final class ProcessBook(maxEnded: Int = ProcessBook.MaxEnded) {
   private val running = mutable.LinkedHashMap.empty[(String, Long, Long), ProcessView]
-  private val past = new Bounded[(String, Long, Long), ProcessView](ended)()
+  private val past = new Bounded[(String, Long, Long), ProcessView](maxEnded)()
 
-  /** Records newer samples and ends. Repeated ones change nothing. */
+  /** Records new samples, and which processes have ended. Repeated updates change nothing. */
   def record(updates: Iterable[ProcessView]): Unit = updates.foreach { process =>
     val before = running.get(process.key).orElse(past.get(process.key)).getOrElse(process.copy(samples = Vector.empty))
     val last = before.samples.lastOption.fold(0L)(_.time)
-    val samples = (before.samples ++ process.samples.filter(_.time > last)).takeRight(ProcessBook.Samples)
+    val samples = (before.samples ++ process.samples.filter(_.time > last)).takeRight(ProcessBook.MaxSamples)
     val now = process.copy(samples = samples, ended = math.max(process.ended, before.ended))
     if (now.ended == 0) running(process.key) = now
     else {
@@ -73,6 +74,6 @@ private[stagecrew] final class ProcessBook(ended: Int = ProcessBook.Ended) {
 
 private[stagecrew] object ProcessBook {
   /** How many samples of each process are kept, and how many ended processes. */
-  val Samples = 60
-  val Ended = 200
+  val MaxSamples = 60
+  val MaxEnded = 200
 }

@@ -6,29 +6,31 @@ import org.apache.spark.TaskContext
 import listeners._, spark._, wire._
 
 /**
- * One attempt of a Spark task on this executor, from its start until no worker can report it any more. `topology` is
- * the id in the local property of the task, and `chain` the topologies that the attempt is booked under, outermost
- * first.
+ * One attempt of a Spark task on this executor, from its start until no worker can send messages about it any more.
+ * `topology` is the id in the local property of the task. `chain` are the topologies that the attempt is counted in,
+ * outermost first.
  */
 private[stagecrew] final class TaskAttempt(
     val task: TaskContext, val topology: Option[String], val chain: Seq[String]) {
   val id: Long = task.taskAttemptId()
   val began: Long = System.nanoTime()
-  /** Whether `topology` had already ended when the attempt began: its partitions then belong to the application. */
+  /** Whether `topology` had already ended when the attempt began. If so, the attempt's partitions belong to the
+    * application. */
   val topologyHadEnded: Boolean = topology.exists(!chain.contains(_))
   /** Whether its function may be bound to an operator. */
   var mayUseOperators = false
-  /** Whether its worker has listeners. It then reports the begin and the end of the attempt. */
-  var hasWorker = false
+  /** Whether its worker has listeners. If so, the worker reports the beginning and the end of the attempt. */
+  var workerHasListeners = false
   @volatile var ended = false
-  /** Why it failed. `Evaluations.Killed` from the moment when Spark asked it to end. */
+  /** Why it failed. It is `Evaluations.Killed` as soon as Spark has asked the attempt to end. */
   @volatile var failure = Option.empty[String]
   /** Why the executor killed its worker. */
   @volatile var workerKillReason = Option.empty[String]
-  private var decorations = List.empty[(JvmListeners, List[(Entry, AutoCloseable)])]
+  private var enteredScopes = List.empty[(JvmListeners, List[(Entry, AutoCloseable)])]
 
-  def decorate(listeners: JvmListeners): Unit = decorations = (listeners -> listeners.decorate(task)) :: decorations
-  def undecorate(): Unit = decorations.foreach { case (listeners, scopes) => listeners.leave(scopes) }
+  /** Enters the scopes of JVM listeners. The task runs inside them. */
+  def enter(listeners: JvmListeners): Unit = enteredScopes = (listeners -> listeners.decorate(task)) :: enteredScopes
+  def leave(): Unit = enteredScopes.foreach { case (listeners, scopes) => listeners.leave(scopes) }
 
   def name: String = s"stage ${task.stageId()}.${task.stageAttemptNumber()} partition ${task.partitionId()}" +
     s" attempt ${task.taskAttemptId()}"
@@ -49,25 +51,26 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
   override def stageOf(attempt: Long): (Int, Int) =
     get(attempt).fold((0, 0))(found => (found.task.stageAttemptNumber(), found.task.numPartitions()))
 
-  /** The topology that owns the partitions of this attempt: the innermost one. */
+  /** The innermost named topology of the attempt, which owns its partitions; the application if that topology had
+    * already ended. None for an attempt outside named topologies. */
   def ownerOf(attempt: Long): Option[String] = table.chainOf(attempt).lastOption
     .filterNot(topology => topology == Description.Application || topology.startsWith(Description.ExecutionPrefix))
     .orElse(get(attempt).filter(found => found.topologyHadEnded && !found.ended).map(_ => Description.Application))
 
   // -- The start
 
-  /** Starts an attempt. Never throws, because Spark would log the exception and run the body. A failure fails the
-    * attempt with its cause. */
+  /** Starts an attempt. Never throws, because Spark would only log the exception and run the body anyway. Instead, the
+    * attempt ends without its body, and the driver receives the error. */
   def started(task: TaskContext): Unit = try {
     val topology = Option(task.getLocalProperty(TopologyProperty))
-    if (topology.nonEmpty || !applicationNeedsNothing) begin(task, topology)
+    if (topology.nonEmpty || !applicationHasNoListenersOrOperators) begin(task, topology)
   } catch {
     // Spark has asked the attempt to end, so its body does not run.
     case error: Throwable if task.isInterrupted() =>
       Log.log.debug(s"attempt ${task.taskAttemptId()} was killed while it began", error)
     case failed: OpenFailure => listenerFailed(task, failed)
     case error: Throwable => reject(task, Description.Application, "",
-      s"stagecrew: this task cannot begin on executor $executor: ${TaskRejection.trace(error)}")
+      s"stagecrew: this task could not be started on executor $executor: ${TaskRejection.trace(error)}")
   }
 
   private def begin(task: TaskContext, topology: Option[String]): Unit = {
@@ -79,14 +82,15 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     preparePlace(attempt, topologies.head)
     openListeners(attempt, described)
     prepareWorker(attempt, described)
-    if (attempt.mayUseOperators || attempt.hasWorker) addInterruptListener(attempt)
+    if (attempt.mayUseOperators || attempt.workerHasListeners) addInterruptListener(attempt)
   }
 
-  /** Whether the application has neither listeners nor operators. A task of no topology then needs nothing. */
-  private def applicationNeedsNothing: Boolean = descriptions.describe(Description.Application)
+  /** If the application has neither listeners nor operators, tasks outside named topologies can be ignored. */
+  private def applicationHasNoListenersOrOperators: Boolean = descriptions.describe(Description.Application)
     .exists(application => application.listeners.isEmpty && !application.coordinated)
 
-  /** The topologies of a task, outermost first: of the application, of its execution, and the named ones. */
+  /** The topologies of a task, outermost first: the application's, the execution's (if a listener needs it), and the
+    * named ones. */
   private def chain(task: TaskContext, topology: Option[String]): Seq[Description] = {
     val application = descriptions.describe(Description.Application).getOrElse(
       throw new IllegalStateException("the plugin on the driver has stopped"))
@@ -97,8 +101,8 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     application +: (execution.toSeq ++ topology.toSeq.flatMap(descriptions.named))
   }
 
-  /** A bound function finds the channel by the place file. Any task may call one, so the property is set for all tasks
-    * that may use operators. */
+  /** A bound function finds its channel through the file named in `PlaceProperty`. It is not known which tasks call
+    * bound functions, so the property is set for every task that might. */
   private def preparePlace(attempt: TaskAttempt, application: Description): Unit = {
     attempt.mayUseOperators = attempt.topology.exists(attempt.chain.contains(_)) || application.coordinated
     if (attempt.mayUseOperators) set(attempt, PlaceProperty, crew.place.toString)
@@ -109,32 +113,30 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
       if ("true" == attempt.task.getLocalProperty(UnifiedProperty))
         throw new UnsupportedOperationException(UnifiedMessage)
       described.foreach { description =>
-        try executorListeners.open(description).jvm.foreach(attempt.decorate)
+        try executorListeners.open(description).jvm.foreach(attempt.enter)
         catch { case error: Throwable => throw new OpenFailure(description, error) }
       }
     }
 
-  /** Sets the local properties from which the worker learns the topologies. In a local master, a previous attempt may
-    * have set the same properties. */
+  /** Sets the local properties from which the worker learns the topologies. With a local master, tasks share the
+    * properties, so a chain that a previous attempt left there is removed. */
   private def prepareWorker(attempt: TaskAttempt, described: Seq[Description]): Unit = {
-    attempt.hasWorker = described.exists(_.listeners.exists(_.python))
-    if (attempt.hasWorker) {
+    attempt.workerHasListeners = described.exists(_.listeners.exists(_.python))
+    if (attempt.workerHasListeners) {
       set(attempt, ChainProperty, attempt.chain.mkString(" "))
       set(attempt, PlaceProperty, crew.place.toString)
       set(attempt, StageAttemptProperty, attempt.task.stageAttemptNumber().toString)
       attempt.task.addTaskFailureListener((_: TaskContext, error: Throwable) =>
         attempt.workerKillReason.foreach(text => error.addSuppressed(new HookTimeoutException(text))))
-    } else {
-      val properties = SparkInternals.localProperties(attempt.task)
-      if (properties.containsKey(ChainProperty)) properties.remove(ChainProperty)
-    }
+    } else SparkInternals.localProperties(attempt.task).remove(ChainProperty)
   }
 
   private def set(attempt: TaskAttempt, name: String, value: String): Unit =
     SparkInternals.localProperties(attempt.task).setProperty(name, value)
 
-  /** When Spark asks the attempt to end, its worker receives SIGTERM (Spark kills it after
-    * spark.python.task.killTimeout). A worker without listeners gets no signal, but its evaluations end at once. */
+  /** When Spark asks the attempt to end, its worker receives SIGTERM (Spark kills the worker after
+    * spark.python.task.killTimeout), and its evaluations end. A worker that has not begun the attempt receives SIGTERM
+    * when it does, and a worker without listeners receives none. */
   private def addInterruptListener(attempt: TaskAttempt): Unit = {
     attempt.task.addTaskInterruptListener { (_: TaskContext, _: String) =>
       attempt.failure = Some(Evaluations.Killed)
@@ -154,7 +156,8 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
         s" on executor $executor:\n$error")
   }
 
-  /** Ends the attempt without its body, and reports it to the driver. */
+  /** Ends the attempt without running the task's body, and reports it to the driver. To Spark, the attempt was killed;
+    * it has not failed. */
   private def reject(task: TaskContext, topology: String, listener: String, text: String): Unit =
     TaskRejection.reject(task, executor, topology, listener, text, executorListeners.failuresInARow(topology))(
       crew.sendToDriver)
@@ -162,13 +165,13 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
   // -- The end
 
   private def completed(attempt: TaskAttempt): Unit = {
-    attempt.undecorate()
+    attempt.leave()
     if (attempt.topology.nonEmpty) partitions.attemptEnded(attempt.id, SparkInternals.updatedBlocks(attempt.task))
     val failed = failureOf(attempt.task)
-    // Before `ended` is set: some messages of its worker may not have been read yet.
+    // This must precede `ended = true`, because some of the worker's messages may still be unread.
     if (attempt.mayUseOperators) attempt.failure = failed.orElse(attempt.failure)
     attempt.ended = true
-    // Before `finish`, after which its topologies may send their last report.
+    // This must precede `finish`: afterwards the topologies may send their last report.
     attempt.chain.lastOption.foreach(
       ledger.span(_, "task", attempt.name, (System.nanoTime() - attempt.began) / 1000, failed.nonEmpty))
     val quiescent = table.finish(attempt.id)
@@ -176,20 +179,20 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     if (quiescent.nonEmpty) closings.changed()
     if (attempt.failure.isEmpty) attempts.remove(attempt.id)
       else schedule(ExecutorCrew.RememberMs) { attempts.remove(attempt.id); () }
-    if (attempt.hasWorker && processes.running(attempt.id).nonEmpty) endAbandoned(attempt.id)
+    if (attempt.workerHasListeners && processes.running(attempt.id).nonEmpty) endAbandoned(attempt.id)
   }
 
   private def failureOf(task: TaskContext): Option[String] =
     if (task.isInterrupted()) Some(Evaluations.Killed) else if (task.isFailed()) Some(Evaluations.Failed) else None
 
-  /** Ends the worker of an attempt that has ended in Spark (it read enough rows, or was killed), but still runs in
-    * Python. The worker receives SIGTERM, and is killed if it does not end in time. */
+  /** Terminates the worker of an attempt that has ended in Spark (Spark has read enough rows, or the attempt was
+    * killed), but is still running in Python. The worker receives SIGTERM, and is killed if it does not end in time. */
   def endAbandoned(attempt: Long): Unit = schedule(AbandonedGraceMs) {
     val remaining = processes.running(attempt)
     remaining.foreach(links.terminate)
     if (remaining.nonEmpty) schedule(KillGraceMs) {
       processes.running(attempt).filter(remaining.contains).foreach { link =>
-        Log.log.warn(s"$link still runs attempt $attempt $KillGraceMs ms after SIGTERM: it is killed")
+        Log.log.warn(s"$link is still running attempt $attempt $KillGraceMs ms after SIGTERM; killing it")
         links.kill(link)
       }
     }
@@ -197,7 +200,8 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
 }
 
 object TaskAttempts {
-  /** Python sets it in the thread that runs a topology. Spark copies it to everything that this thread starts. */
+  /** The local property with the topology's id. Python sets it in the thread that runs the topology, and Spark passes
+    * it on to the jobs that the thread starts. */
   val TopologyProperty = "spark.stagecrew.topology"
   val ChainProperty = "spark.stagecrew.chain"
   val PlaceProperty = "spark.stagecrew.place"

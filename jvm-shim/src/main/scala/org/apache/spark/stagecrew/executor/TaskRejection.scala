@@ -33,7 +33,7 @@ private[stagecrew] object TaskRejection {
   /** The class and the message. */
   def text(error: Throwable): String = safeText(error)(error.toString)
 
-  // An exception of a user may override the methods that `f` calls, and they may throw.
+  // A user's exception class may override the methods that `f` calls, and the overrides may throw.
   private def safeText(error: Throwable)(f: => String): String = try f catch {
     case other: Throwable => s"${error.getClass.getName} (its text cannot be shown: ${other.getClass.getName})"
   }

@@ -11,43 +11,35 @@ import scala.collection.mutable
  * }}}
  *
  * Live attempts are a set, never a counter, and `begin` and `finish` are idempotent. An attempt that begins for a
- * closing or closed topology is not booked under it, so a quiescent topology never gets another attempt. Spark starts
+ * closing or closed topology is not counted in it, so a quiescent topology never gets another attempt. Spark does start
  * such tasks: a map stage that two jobs share runs with the properties of the first job. Thread-safe.
  */
 final class TopologyTable {
   import TopologyTable._
 
-  private val attempts = mutable.HashMap.empty[String, mutable.HashSet[Long]]
-  private val chains = mutable.HashMap.empty[Long, Seq[String]]
+  private val chains = mutable.HashMap.empty[Long, Seq[String]] // by live attempt
   private val closing = mutable.HashSet.empty[String]
   private val closed = new Bounded[String, Unit](RememberedClosed)()
 
-  /** Books an attempt under the active ones of these topologies, outermost first. Returns them. */
-  def begin(attempt: Long, chain: Seq[String]): Seq[String] = synchronized(chains.getOrElseUpdate(attempt, {
-    val live = chain.filter(active)
-    live.foreach(topology => attempts.getOrElseUpdate(topology, mutable.HashSet.empty) += attempt)
-    live
-  }))
+  /** An attempt begins in these topologies, outermost first. It is counted in those that are active, which are
+    * returned. */
+  def begin(attempt: Long, chain: Seq[String]): Seq[String] =
+    synchronized(chains.getOrElseUpdate(attempt, chain.filter(active)))
 
   /** The attempt has ended. Returns the topologies that this made quiescent. */
   def finish(attempt: Long): Seq[String] = synchronized {
-    chains.remove(attempt).getOrElse(Nil).filter { topology =>
-      val live = attempts(topology)
-      live -= attempt
-      if (live.isEmpty) attempts -= topology
-      live.isEmpty && closing.contains(topology)
-    }
+    chains.remove(attempt).getOrElse(Nil).filter(topology => closing(topology) && attemptsOf(topology).isEmpty)
   }
 
   /** The topology has ended. Returns whether it is quiescent. */
   def end(topology: String): Boolean = synchronized {
     if (!closed.contains(topology)) closing += topology
-    !attempts.contains(topology)
+    attemptsOf(topology).isEmpty
   }
 
   /** A quiescent topology is closed now. */
   def forget(topology: String): Unit = synchronized {
-    require(!attempts.contains(topology), s"topology $topology has live attempts")
+    require(attemptsOf(topology).isEmpty, s"topology $topology has live attempts")
     closing -= topology
     closed(topology) = ()
   }
@@ -56,13 +48,14 @@ final class TopologyTable {
   def active(topology: String): Boolean = synchronized(!closing.contains(topology) && !closed.contains(topology))
 
   /** The live attempts of a topology. */
-  def attemptsOf(topology: String): Set[Long] = synchronized(attempts.get(topology).map(_.toSet).getOrElse(Set.empty))
+  def attemptsOf(topology: String): Set[Long] =
+    synchronized(chains.collect { case (attempt, chain) if chain.contains(topology) => attempt }.toSet)
 
-  /** The topologies that an attempt is booked under. */
+  /** The topologies that an attempt is counted in. */
   def chainOf(attempt: Long): Seq[String] = synchronized(chains.getOrElse(attempt, Nil))
 
   /** Topologies that have live attempts or are closing. */
-  def live: Set[String] = synchronized(attempts.keySet.toSet ++ closing)
+  def live: Set[String] = synchronized(chains.values.flatten.toSet ++ closing)
 }
 
 object TopologyTable {

@@ -16,7 +16,7 @@ final class AgentOpenFailedException(traceback: String) extends Exception(traceb
 final class ExecutorListeners(
     settings: Settings, ledger: Ledger, processes: Processes, agent: Agent, pool: ExecutorService,
     contextOf: Description => ListenerContext) {
-  private val none = new OpenListeners(None, Opened(), inAgent = false)
+  private val none = new OpenListeners(None, Opened()(), inAgent = false)
   private val opened = new Once[OpenListeners](pool)
   private val jvmListeners = new ConcurrentHashMap[String, JvmListeners]() // the open ones: they outlive a lost agent
   private val failures = new ConcurrentHashMap[String, Integer]()
@@ -38,7 +38,7 @@ final class ExecutorListeners(
     }
 
   /** The open listeners of a topology. None before and during the open, and after a failure. */
-  def of(topology: String): Option[OpenListeners] = opened.now(topology)
+  def of(topology: String): Option[OpenListeners] = opened.computed(topology)
 
   /** The open of a topology's listeners that is in progress. */
   def opening(topology: String): Option[CompletableFuture[OpenListeners]] = opened.pending(topology)
@@ -48,7 +48,7 @@ final class ExecutorListeners(
 
   /** The lifetime of a listener. If the listener is registered by name, an executor must import it first. */
   def lifetimeOf(application: Description, entry: Entry): String = entry.lifetime
-    .orElse(open(application).agent.listeners.get(entry.index).map(_.lifetime)).getOrElse("application")
+    .orElse(open(application).agent.listeners.find(_.index == entry.index).map(_.lifetime)).getOrElse("application")
 
   /** Removes the open listeners of a topology. Returns its JVM listeners, which the caller must close. */
   def remove(topology: String): Option[JvmListeners] = {
@@ -77,7 +77,7 @@ final class ExecutorListeners(
     }
     try {
       val forAgent = entries.exists(e => e.kind == "name" || (e.kind == "pickle" && e.scope.contains("executor")))
-      val (reply, inAgent) = if (!forAgent) (Opened(), false) else openInAgent(description, lifetime)
+      val (reply, inAgent) = if (!forAgent) (none.agent, false) else openInAgent(description, lifetime)
       new OpenListeners(Option(jvmListeners.get(description.id)), reply, inAgent)
     } catch {
       case error: Throwable =>
@@ -88,7 +88,7 @@ final class ExecutorListeners(
 
   private def openInAgent(description: Description, lifetime: Option[String]): (Opened, Boolean) = {
     val reply = agent.open(description)(processes.addTopology(_, description.id))
-    val isOpen = reply.error.isEmpty && reply.listeners.values.exists(listener =>
+    val isOpen = reply.error.isEmpty && reply.listeners.exists(listener =>
       listener.scope == "executor" && lifetime.forall(_ == listener.lifetime))
     if (!isOpen) {
       agent.current.foreach(processes.closed(_, description.id))

@@ -32,7 +32,7 @@ final class JvmListeners(
       callHook(entry, "open", settings.openTimeoutMs)(listener.open(context))
     }
   } catch {
-    case failed: OpenFailedException => // also if a listener cannot be created: the previous ones are open
+    case failed: OpenFailedException => // or the listener could not be created: the previous ones are open
       close()
       throw failed
   }

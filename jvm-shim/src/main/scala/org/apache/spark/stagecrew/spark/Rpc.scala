@@ -38,7 +38,8 @@ private[stagecrew] trait Reply {
   def fail(error: Throwable): Unit
 }
 
-/** Handles the messages to an endpoint. Called on RPC threads, so it must not block. */
+/** Handles the messages to an endpoint. Called on RPC threads, so it should return quickly: handlers enqueue work, or
+  * write it to the link of a Python process. */
 private[stagecrew] trait Handler {
   /** Handles a message. `from` is the sender's endpoint if the message contains it, and `address` its address. */
   def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit

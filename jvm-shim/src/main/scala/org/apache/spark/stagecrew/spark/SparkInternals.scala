@@ -23,6 +23,11 @@ import org.apache.spark.storage._
 import org.apache.spark.util.{ShutdownHookManager, Utils}
 import partitions._
 
+/** An event of the plugin that is not written to event logs: core/scheduler/SparkListener.scala. */
+private[stagecrew] trait NotLogged extends SparkListenerEvent {
+  override def logEvent: Boolean = false
+}
+
 /**
  * The shim calls Spark's private API only here, and in `Rpc`, `SparkUi`, `StagecrewScheduler`, `StagecrewSql` and
  * `StagecrewPlans`. Each section names the Spark files (of 4.3) that it relies on. A new Spark version affects only
@@ -45,6 +50,10 @@ private[stagecrew] object SparkInternals {
     else task.taskMetrics().updatedBlockStatuses.collect { case (RDDBlockId(rdd, partition), status) =>
       CachedBlock(rdd, partition) -> Option.when(status.storageLevel.isValid)(status.memSize + status.diskSize)
     }
+
+  /** The host of this JVM, as the BlockManager knows it. Empty before it is known: core/storage/BlockManager.scala. */
+  def host: String =
+    Option(SparkEnv.get).flatMap(env => Option(env.blockManager.blockManagerId)).map(_.host).getOrElse("")
 
   // -- Stored partitions on an executor: core/shuffle/{IndexShuffleBlockResolver, ShuffleBlockResolver}.scala
 
@@ -179,7 +188,7 @@ private[stagecrew] object SparkInternals {
     (shuffles.toSet, caches.toSet)
   }
 
-  /** Prevents Spark from removing an executor as idle while a topology closes there, as if a task ran on it. Called in
+  /** Prevents Spark from removing an executor as idle while a topology closes there, as if it ran a task. Called in
     * the listener thread of core/scheduler/dynalloc/ExecutorMonitor.scala. */
   def pin(sc: SparkContext, executor: String, begins: Boolean): Unit = sc.executorAllocationManager.foreach { manager =>
     val task = new TaskInfo(-1L, -1, 0, -1, System.currentTimeMillis(), executor, "", TaskLocality.ANY, false)
@@ -209,7 +218,7 @@ private[stagecrew] object SparkInternals {
 
   /** Adds a shutdown hook that runs before Spark's own hooks stop the SparkContext (priority 50) and delete folders
     * (25). The driver's hook runs before the hook of core/executor/Executor.scala (100), which ends the plugin of the
-    * executor: in a local master the executor must still reply to the driver. */
+    * executor: with a local master, the executor must still reply to the driver. */
   def addShutdownHook(driver: Boolean)(hook: () => Unit): AnyRef = ShutdownHookManager.addShutdownHook(
     10 + (if (driver) ShutdownHookManager.DEFAULT_SHUTDOWN_PRIORITY
       else ShutdownHookManager.SPARK_CONTEXT_SHUTDOWN_PRIORITY))(hook)

@@ -6,14 +6,14 @@ import scala.util.Try
 /** core/scheduler/DAGScheduler.scala: `activeJobs` and `stageIdToStage` are private[scheduler], and only its event loop
   * changes them. */
 private[spark] object StagecrewScheduler {
-  /** The active jobs with one of their local properties. The result may be out of date, because another thread reads
-    * it. */
+  /** The active jobs, each with its value of a local property. The result may be out of date, because the scheduler's
+    * thread changes the jobs. */
   def activeJobs(sc: SparkContext, property: String): Map[Int, String] =
     readConsistently(sc.dagScheduler.activeJobs.toArray.map(job => job.jobId -> local(job, property)).toMap)
       .getOrElse(Map.empty)
 
-  /** The shuffles that each active job needs, with a local property of the job. Throws if they cannot be read. The
-    * caller must then not delete anything, because any shuffle may be in use. */
+  /** The shuffles that each active job needs, with the job's value of a local property. Throws if they cannot be read.
+    * The caller must then not delete anything, because any shuffle may be in use. */
   def shufflesInUse(sc: SparkContext, property: String): Seq[(String, Seq[Int])] = readConsistently {
     val stages = sc.dagScheduler.stageIdToStage.values.toArray.collect { case stage: ShuffleMapStage => stage }.toSeq
     sc.dagScheduler.activeJobs.toArray.toSeq.map { job =>

@@ -9,6 +9,7 @@ import java.nio.file.attribute.PosixFilePermissions
 import java.security.{MessageDigest, SecureRandom}
 import java.util.concurrent.{ConcurrentHashMap, Semaphore}
 import scala.util.control.NonFatal
+import executor._
 
 /** The connection to one Python process. */
 final class Link(socket: Socket, hello: Frame, input: DataInputStream) {
@@ -149,11 +150,7 @@ object Channels {
 
   private def bytes(text: String): Array[Byte] = text.getBytes(StandardCharsets.UTF_8)
 
-  private def thread(name: String)(body: => Unit): Unit = {
-    val thread = new Thread(() => body, name)
-    thread.setDaemon(true)
-    thread.start()
-  }
+  private def thread(name: String)(body: => Unit): Unit = ExecutorCrew.daemon(name).newThread(() => body).start()
 
   /**
    * A socket's input stream. Until the other side is authenticated, each read fails at the deadline (in nanoseconds).
@@ -174,10 +171,7 @@ object Channels {
       socket.setSoTimeout(ms.toInt)
     }
 
-    override def read(): Int = {
-      applyDeadline()
-      in.read()
-    }
+    override def read(): Int = throw new UnsupportedOperationException // BufferedInputStream reads arrays
 
     override def read(b: Array[Byte], off: Int, len: Int): Int = {
       applyDeadline()

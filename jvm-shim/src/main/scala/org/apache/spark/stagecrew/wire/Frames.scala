@@ -97,9 +97,7 @@ object Frames {
 
   /** Decodes a frame without a length prefix: `kind | fields`. */
   def decode(bytes: ByteBuffer): Frame = {
-    if (!bytes.hasRemaining) throw new FrameException("an empty frame")
-    val number = bytes.get() & 0xff
-    val kind = byNumber.getOrElse(number, throw new FrameException(s"unknown kind of frame $number"))
+    val kind = kindOf(bytes)
     def chunk(): Array[Byte] = {
       val length = bytes.getInt()
       if (length < 0 || length > bytes.remaining) throw new FrameException(s"a ${kind.name} frame is cut short")
@@ -127,11 +125,13 @@ object Frames {
     } catch { case _: BufferUnderflowException => throw new FrameException(s"a ${kind.name} frame is cut short") }
   }
 
-  /** The kind of an encoded frame. */
-  def nameOf(frame: Array[Byte]): String = {
-    if (frame.isEmpty) throw new FrameException("an empty frame")
-    val number = frame(0) & 0xff
-    byNumber.getOrElse(number, throw new FrameException(s"unknown kind of frame $number")).name
+  /** The name of the kind of an encoded frame. */
+  def nameOf(frame: Array[Byte]): String = kindOf(ByteBuffer.wrap(frame)).name
+
+  private def kindOf(frame: ByteBuffer): Kind = {
+    if (!frame.hasRemaining) throw new FrameException("an empty frame")
+    val number = frame.get() & 0xff
+    byNumber.getOrElse(number, throw new FrameException(s"unknown kind of frame $number"))
   }
 
   /** The evaluation of an encoded frame. It must be the first field. */
