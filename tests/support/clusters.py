@@ -97,8 +97,7 @@ def history_server(folder: Path, logs: Path, jar: str = "", **settings: str) -> 
 def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterator[str]:
     """Runs a standalone cluster: a Master process and Worker processes. Yields the master's URL.
 
-    A module `of_the_node` is on the PYTHONPATH of the Workers. It stands for modules that a cluster's nodes or images
-    provide.
+    A module `of_the_node` is on the PYTHONPATH of the Workers, like a module that a cluster's nodes or images provide.
     """
     running: list[subprocess.Popen[bytes]] = []
     node = folder / "node"

@@ -24,7 +24,7 @@ _FOLDERS: dict[tuple[str, frozenset[str]], set[str]] = {}
 
 
 def executor_ids(spark: SparkSession) -> list[str]:
-    """Returns the ids of the current executors. With a local master, there are none."""
+    """Returns the ids of the current executors. The list is empty with a local master."""
     ids = spark.sparkContext._jsc.sc().getExecutorIds()
     return [ids.apply(i) for i in range(ids.size())]
 

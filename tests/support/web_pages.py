@@ -64,7 +64,7 @@ def set_theme(page: Page, theme: str = "dark") -> None:
 
 def table_rows(page: Page, table: str) -> list[dict[str, str]]:
     """Returns the cells of each row by column header, as a user sees them."""
-    # The header of the column by which the table is sorted ends with an arrow.
+    # The header of the sorted column ends with an arrow.
     names = [header.strip(" \u25be\u25b4\u00a0\n") for header in page.locator(f"#{table} thead th").all_inner_texts()]
     return [
         dict(zip(names, (text.strip() for text in row.locator("td").all_inner_texts()), strict=True))

@@ -1,4 +1,4 @@
-"""`stagecrew.session.builder` before Spark starts: which properties it sets, and what it refuses. No JVM runs here."""
+"""`stagecrew.session.builder` before Spark starts: properties, checks and refusals. No JVM runs here."""
 
 from __future__ import annotations
 

@@ -195,9 +195,9 @@ def test_cleanup_is_retried(trial, succeeds):
 
 @pytest.mark.parametrize("succeeds", [True, False], ids=["done", "failed"])
 def test_a_failed_cleanup_is_logged(tmp_path, caplog, succeeds):
-    """If cleanup fails, a warning names what is left. It suggests deletion by hand only for rows of a failed commit.
+    """If cleanup fails, a warning names the leftover data, and suggests manual deletion only if the commit failed.
 
-    A repeat of the commit deletes what is left.
+    A repeat of the commit deletes the leftover data.
     """
     trial, tasks, runs = sqlite(tmp_path), Tasks(SEED), []
 

@@ -176,7 +176,7 @@ def test_a_message_of_many_frames_is_parsed_in_time():
 
 
 def test_the_command_prints_the_summary_of_a_listeners_error():
-    """`stagecrew event-log` prints the summary line of a listener's last error, for each scope."""
+    """`stagecrew report` prints the summary line of a listener's last error, for each scope."""
     numbers = dict.fromkeys(("opens", "closes", "failures", "lost", "openMicros", "closeMicros"), 0)
     for scope in ("worker", "executor", "jvm"):
         assert _counts({"scope": scope, "lastError": text_of(noted), **numbers})[-1] == "ValueError: no"

@@ -47,7 +47,7 @@ def text() -> str:
 
 
 def test_the_committed_vectors_match_encode() -> None:
-    """`encode` produces the vectors in the committed file, so any change of the format is visible in the file's diff."""
+    """`encode` produces the vectors in the committed file, so a change of the format is visible in its diff."""
     assert FILE.read_text() == text(), f"run `python {Path(__file__).name}` if you meant to change the format"
 
 
