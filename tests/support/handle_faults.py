@@ -30,7 +30,7 @@ class Killed(BaseException):
 
 
 class Instrumented:
-    """A proxy of a store or a storage that calls `on_step(method, when, arguments)` at each step.
+    """A proxy of a store or a storage that calls `on_step(method, when)` at each step.
 
     `when` is "before" or "after" the call, or "half" (in the middle of writing a state). If `repeats`, the response to
     each transaction is lost: after the step "lost", the proxy repeats the transaction. If the repetition conflicts only
@@ -265,8 +265,9 @@ class _Actor:
 
 def explore_schedules(make_world, check, switches=None):
     """Explores every order of the steps of two actors, or those with at most `switches` switches between the actors.
-    `check(world, schedule, ended)` is called after each step
-       that may have changed something, and at the end of each order. Returns the number of orders.
+
+    `check(world, schedule, ended)` is called after each step that may have changed something, and at the end of each
+    order. Returns the number of orders.
     """
     prefix, count = [], 0
     while True:

@@ -109,41 +109,41 @@ class Runner:
     def __init__(self, backend, crew):
         self.backend, self.crew, self.job = backend, crew, current_job()
 
-    def run_body(self, statements, scope):
+    def run_body(self, statements, surroundings):
         results = []
         for kind, *rest in statements:
-            if (result := getattr(self, f"_{kind}")(scope, *rest)) is not None:
+            if (result := getattr(self, f"_{kind}")(surroundings, *rest)) is not None:
                 results.append(result)
         return results
 
-    def _topology(self, scope, name, body):
+    def _topology(self, surroundings, name, body):
         with self.crew.topology(name) as topology:
             operator = topology.coordinate("o", Tally)
-            around = (*scope.topologies, (topology, operator))
-            first_local = scope.first_local_operator if scope.in_home_thread else len(around)
+            around = (*surroundings.topologies, (topology, operator))
+            first_local = surroundings.first_local_operator if surroundings.in_home_thread else len(around)
             return self.run_body(
-                body, scope.within(topologies=around, in_home_thread=True, first_local_operator=first_local)
+                body, surroundings.within(topologies=around, in_home_thread=True, first_local_operator=first_local)
             )
 
-    def _step(self, scope, name, body):
-        return self.job.step(name, lambda: self.run_body(body, scope.within(in_home_thread=True)))
+    def _step(self, surroundings, name, body):
+        return self.job.step(name, lambda: self.run_body(body, surroundings.within(in_home_thread=True)))
 
-    def _stream(self, scope, name, count, wrapped, broken, outside_body, body):
+    def _stream(self, surroundings, name, count, wrapped, broken, outside_body, body):
         failing = [broken]
 
         def inside(number):
-            results = self.run_body(body, scope.within(in_home_thread=True))
+            results = self.run_body(body, surroundings.within(in_home_thread=True))
             if failing == [number]:
                 failing.clear()
                 raise Broken
             return results
 
         def foreach_batch(number):
-            outside = self.run_body(outside_body, scope.within(in_home_thread=False, suffix=f"-{number}"))
+            outside = self.run_body(outside_body, surroundings.within(in_home_thread=False, suffix=f"-{number}"))
             results = self.job.batch(name, number, lambda: inside(number))
             self.backend.write(f"{name}-{number}", [outside, results])
 
-        function = scope.topologies[-1][0].wrap(foreach_batch) if wrapped else foreach_batch
+        function = surroundings.topologies[-1][0].wrap(foreach_batch) if wrapped else foreach_batch
         try:
             self.backend.stream(name, count, function)
         except Exception as error:
@@ -152,31 +152,31 @@ class Runner:
             self.backend.stream(name, count, function)
         self.job.after_stream(name)
 
-    def _try(self, scope, body):
+    def _try(self, surroundings, body):
         try:
-            return self.run_body(body, scope.within())
+            return self.run_body(body, surroundings.within())
         except ValueError as error:
             return str(error)
 
-    def _threads(self, scope, bodies):
+    def _threads(self, surroundings, bodies):
         def branch(body):
-            return lambda: self.run_body(body, scope.within(in_home_thread=False))
+            return lambda: self.run_body(body, surroundings.within(in_home_thread=False))
 
-        wrap = scope.topologies[-1][0].wrap if scope.topologies else lambda f: f
+        wrap = surroundings.topologies[-1][0].wrap if surroundings.topologies else lambda f: f
         return self.backend.run_threads([wrap(branch(body)) for body in bodies])
 
-    def _use(self, scope, variable, source):
-        operator_index = {"session": 0, "outer": 1}.get(source[0], len(scope.topologies))
-        needs_no_name = scope.in_home_thread and operator_index >= scope.first_local_operator
-        name_argument = {} if needs_no_name or not SUPPORTS_NAMES else {"name": f"{variable}{scope.suffix}"}
-        scope.datasets[variable] = self._make_dataset(scope, source, name_argument)
+    def _use(self, surroundings, variable, source):
+        operator_index = {"session": 0, "outer": 1}.get(source[0], len(surroundings.topologies))
+        needs_no_name = surroundings.in_home_thread and operator_index >= surroundings.first_local_operator
+        name_argument = {} if needs_no_name or not SUPPORTS_NAMES else {"name": f"{variable}{surroundings.suffix}"}
+        surroundings.datasets[variable] = self._make_dataset(surroundings, source, name_argument)
 
-    def _nameless(self, scope, variable, source):
-        scope.datasets[variable] = self._make_dataset(scope, source, {})
+    def _nameless(self, surroundings, variable, source):
+        surroundings.datasets[variable] = self._make_dataset(surroundings, source, {})
 
-    def _make_dataset(self, scope, source, name_argument):
+    def _make_dataset(self, surroundings, source, name_argument):
         kind, *rest = source
-        topology, operator = scope.topologies[-1] if scope.topologies else (None, None)
+        topology, operator = surroundings.topologies[-1] if surroundings.topologies else (None, None)
         if kind == "splits":
             label, count = rest
             splits = [f"{label}{number}" for number in range(count)]
@@ -184,21 +184,21 @@ class Runner:
                 splits, lambda split: [pa.record_batch({"s": [split]})], "s string", 2, **name_argument
             )
         if kind in ("session", "outer"):
-            operator = self.crew.operator("c") if kind == "session" else scope.topologies[0][1]
+            operator = self.crew.operator("c") if kind == "session" else surroundings.topologies[0][1]
         return operator.map(self.backend.numbers(*rest), add_number, "v long", **name_argument)
 
-    def _act(self, scope, variable, limit):
-        dataset = scope.datasets[variable] if limit is None else scope.datasets[variable].limit(limit)
+    def _act(self, surroundings, variable, limit):
+        dataset = surroundings.datasets[variable] if limit is None else surroundings.datasets[variable].limit(limit)
         rows = [row[0] for row in dataset.collect()]
         if rows and isinstance(rows[0], str):  # the order of splits is not guaranteed
             return sorted(rows) if limit is None else [len(rows), *sorted({row.rstrip("0123456789") for row in rows})]
         return max(rows)
 
-    def _commit(self, scope, name, source):
-        topology, _ = scope.topologies[-1]
-        self._use(scope, name, source)
+    def _commit(self, surroundings, name, source):
+        topology, _ = surroundings.topologies[-1]
+        self._use(surroundings, name, source)
         sink = self.backend.sink(f"{name}-{'text' if source[0] == 'splits' else 'number'}")
-        return topology.commit(scope.datasets.pop(name), sink, name=name).rows
+        return topology.commit(surroundings.datasets.pop(name), sink, name=name).rows
 
-    def _raise(self, scope):
+    def _raise(self, surroundings):
         raise ValueError("the program's own error")
