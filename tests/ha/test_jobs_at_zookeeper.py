@@ -38,7 +38,7 @@ def job_process(drivers):
 
 def leading_server(servers):
     """Returns the leading server, or None while fewer than two servers are in service."""
-    modes = {server: server.serving() for server in servers if server.alive}
+    modes = {server: server.status() for server in servers if server.alive}
     leading = [server for server, status in modes.items() if "Mode: leader" in status]
     return leading[0] if leading and sum("Mode:" in status for status in modes.values()) > 1 else None
 

@@ -539,7 +539,7 @@ def test_transactions_are_done_at_most_once_when_ensemble_leaders_die(chroot):
 
             with in_thread(work) as wait_for_work:
                 for _ in range(3):
-                    (leader,) = [server for server in servers if "Mode: leader" in server.serving()]
+                    (leader,) = [server for server in servers if "Mode: leader" in server.status()]
                     before = len(done)
                     eventually(lambda before=before: len(done) > before + 20, 60)
                     leader.kill()
@@ -547,7 +547,7 @@ def test_transactions_are_done_at_most_once_when_ensemble_leaders_die(chroot):
                     eventually(lambda before=before: len(done) > before + 20, 60)
                     leader.start()
                     leader.wait()
-                    eventually(lambda: sum("Mode:" in server.serving() for server in servers) == 3, 60)
+                    eventually(lambda: sum("Mode:" in server.status() for server in servers) == 3, 60)
                 stop.set()
                 wait_for_work()
             stored = {int(name) for name in other.children("n")}

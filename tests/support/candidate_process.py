@@ -18,7 +18,7 @@ __all__ = ["CandidateProcess"]
 
 
 class CandidateProcess:
-    """Starts the process, and reads the journal to which it writes. Leaving the `with` block kills it."""
+    """Starts the process and reads its journal. Leaving the `with` block kills the process."""
 
     def __init__(self, url: str, folder: Path, name: str) -> None:
         from support.journal import Journal
@@ -30,13 +30,13 @@ class CandidateProcess:
         self.name, self.pid = name, self._process.pid
 
     def events(self, event: str, **fields):
-        """Returns the events of this kind with these fields from the process's journal."""
+        """Returns the events of this kind that have these fields, from the process's journal."""
         with contextlib.suppress(FileNotFoundError):
             return self._journal.read(event=event, **fields)
         return []
 
     def signal(self, number: int) -> float:
-        """Sends a signal, and returns the time of sending."""
+        """Sends a signal, and returns the time just before it was sent. After SIGKILL, waits for the process to end."""
         now = time.time()
         self._process.send_signal(number)
         if number == signal.SIGKILL:
@@ -44,7 +44,7 @@ class CandidateProcess:
         return now
 
     def close(self) -> int:
-        """Closes the process's candidate, and returns the exit code of the process."""
+        """Makes the process close its candidate, and returns the exit code of the process."""
         self._process.stdin.close()
         return self._process.wait(30)
 
@@ -68,13 +68,13 @@ def main(url: str, path: str) -> None:
 
     journal = Journal(path)
 
-    def say(event, **fields):
+    def record(event, **fields):
         journal.write(event=event, at=time.time(), **fields)
 
-    def write(who, term, store):
-        """Writes numbered entries without checking whether this process still leads.
+    def write_until_refused(who, term, store):
+        """Writes numbered entries without checking whether this process still leads, until the store refuses them.
 
-        Other writers use the same numbers.
+        All writers, also those of other processes, use the same sequence of numbers.
         """
         while True:
             try:
@@ -85,29 +85,30 @@ def main(url: str, path: str) -> None:
             except StoreConflict:
                 continue  # another writer was first
             except (LeadershipLost, SessionLost) as error:
-                say("refused", who=who, term=term, error=type(error).__name__)
+                record("refused", who=who, term=term, error=type(error).__name__)
                 if isinstance(error, LeadershipLost) or who == "leader":
                     return
-                store = open_store(url)  # a job continues with another session
+                store = open_store(url)  # the job continues with a new session
             except StoreError:
                 pass  # the store may be reachable again later
             time.sleep(0.02)
 
     def on_grant(leadership):
-        say("grant", term=leadership.term)
-        # The leadership's own store would refuse late writes by itself, so the writers use the store below it.
+        record("grant", term=leadership.term)
+        # `leadership.store` itself refuses writes after the leadership has ended. So that only fencing can refuse them,
+        # the writers bypass it.
         for who, store in (("leader", leadership.store._store), ("job", open_store(url))):
-            threading.Thread(target=write, args=(who, leadership.term, store), daemon=True).start()
+            threading.Thread(target=write_until_refused, args=(who, leadership.term, store), daemon=True).start()
 
     candidate = Candidate(
         lambda: open_store(url),
         on_grant,
-        lambda term, reason: say("revoke", term=term, reason=reason),
+        lambda term, reason: record("revoke", term=term, reason=reason),
         callback_timeout=5,
     )
-    say("begins")
+    record("begins")
     sys.stdin.read()
-    say("closed", ended=candidate.close())
+    record("closed", ended=candidate.close())
 
 
 if __name__ == "__main__":

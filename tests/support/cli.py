@@ -1,4 +1,4 @@
-"""The `stagecrew` command, run in a process of its own as a user runs it."""
+"""Runs the `stagecrew` command as a user does, in a separate process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _ROOT = str(Path(stagecrew.__file__).parent.parent)
 def run_stagecrew(
     *arguments: str, cwd: Path | None = None, timeout: float = 280, installed: bool = True, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `stagecrew ARGUMENTS`, with every Python warning as an error.
+    """Runs `stagecrew ARGUMENTS`. Python warnings are errors.
 
-    With `installed=False` only the driver finds the package: executors have the package in the jar, or none.
+    With `installed=False`, only the driver can import the installed package. Executors then use the package in the jar,
+    if they have the jar at all.
     """
     start = f"import sys; sys.path.insert(0, {_ROOT!r}); from stagecrew.cli import main; main(prog_name='stagecrew')"
     inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYSPARK_PYTHON")}

@@ -1,4 +1,4 @@
-"""Processes of Spark: a standalone cluster, a shuffle service, a History Server."""
+"""Starts Spark's own processes: a standalone cluster, a shuffle service, a History Server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start_spark_process(
         **variables,
     }
     environment.pop("PYSPARK_PYTHON", None)
-    # Executors of a cluster run the python3 of their PATH. This makes it the interpreter of the tests.
+    # The executors of a cluster run the first python3 on their PATH. Make that the interpreter of the tests.
     environment["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{environment['PATH']}"
     options = [
         f"--add-opens=java.base/{p}=ALL-UNNAMED"
@@ -44,7 +44,7 @@ def start_spark_process(
 
 @contextlib.contextmanager
 def shuffle_service(folder: Path) -> Iterator[dict[str, str]]:
-    """An external shuffle service on this host. Yields the settings with which executors use it."""
+    """Runs an external shuffle service on this host. Yields the settings that make executors use it."""
     port = free_port()
     settings = {"spark.shuffle.service.enabled": "true", "spark.shuffle.service.port": str(port)}
     properties = [f"-D{key}={value}" for key, value in settings.items()]
@@ -65,7 +65,7 @@ def shuffle_service(folder: Path) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def history_server(folder: Path, logs: Path, jar: str = "", **settings: str) -> Iterator[str]:
-    """A real History Server for a folder of event logs. Yields its URL."""
+    """Runs a History Server for a folder of event logs. Yields its URL."""
     port = free_port()
     settings = {
         "spark.history.fs.logDirectory": logs.as_uri(),
@@ -95,9 +95,9 @@ def history_server(folder: Path, logs: Path, jar: str = "", **settings: str) -> 
 
 @contextlib.contextmanager
 def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterator[str]:
-    """A real standalone cluster: a Master and Workers as processes. Yields the master's URL.
+    """Runs a standalone cluster: a Master process and Worker processes. Yields the master's URL.
 
-    The PYTHONPATH of the Workers has a module `of_the_node`, as a node or an image may provide one.
+    A module `of_the_node` is on the PYTHONPATH of the Workers, like a module that a cluster's nodes or images provide.
     """
     running: list[subprocess.Popen[bytes]] = []
     node = folder / "node"
@@ -123,7 +123,7 @@ def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterat
         for i in range(workers):
             work = folder / f"worker{i}"
             work.mkdir()
-            # Each Worker has its own host name, because Spark runs a speculative attempt only on another host.
+            # Each Worker has its own host address, because Spark runs a speculative attempt only on another host.
             start(f"worker{i}", "org.apache.spark.deploy.worker.Worker", "--host", f"127.0.0.{i + 1}", "--webui-port", "0", "--cores", str(cores),
                   "--memory", "2g", "--work-dir", str(work), url)  # fmt: skip
         for i in range(workers):

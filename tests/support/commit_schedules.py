@@ -1,8 +1,8 @@
 """Schedules of faults for commits.
 
-A driver dies, fails once, or pauses and resumes after another driver, at each of its moments. Tasks write late,
-connections are lost, and two drivers commit at the same time. The argument `make` creates the trial of a given name;
-with `every=n` a schedule tests every n-th moment.
+At each of its moments, a driver dies, fails once, or pauses until another driver has run. Tasks write late, connections
+are lost, and two drivers commit at the same time. `make(name)` creates a trial with this name. With `every=n`, only
+every n-th moment is tested.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Make = Callable[[str], Trial]
 
 
 def killed_at_each_moment(make: Make, every: int = 1) -> None:
-    """Kills the driver before and after each write: readers see all rows or none.
+    """Kills the driver before and after each write, and asserts that readers see all rows or none.
 
-    The next driver publishes all rows once, and no staged data is left. A repeated commit then changes nothing.
+    The next driver must publish all rows once and leave no staged data. A repeated commit must then change nothing.
     """
     names = moments_without_faults(make("undisturbed"))
     for moment in range(1, len(names) + 1, every):
@@ -50,17 +50,17 @@ def killed_at_each_moment(make: Make, every: int = 1) -> None:
         with pytest.raises(Killed):
             trial.drive(driver, tasks)
         assert driver.names == names[:moment]
-        _visible_behind(names, moment, trial, tasks)
+        _assert_all_or_nothing(names, moment, trial, tasks)
         trial.drive(Driver(), tasks)
-        _all_once(trial, tasks, driver)
+        _assert_published_once(trial, tasks, driver)
 
 
 def failing_at_each_moment(make: Make, every: int = 1) -> None:
     """Fails each write once, before or after its effect.
 
-    Before the decision, the driver raises the error and nothing is visible. After it, the driver itself continues and
-    publishes all rows. When the abort could be written, nothing is left. In each case a repeated commit publishes all
-    rows.
+    If the write fails before the decision to commit is stored, the driver must raise an error, and no row may be
+    visible. If it fails after the decision, the same driver must continue and publish all rows. No staged data may be
+    left if the driver could store that it aborted. In each case, a repeated commit must publish all rows.
     """
     names = moments_without_faults(make("undisturbed"))
     for moment in range(1, len(names) + 1, every):
@@ -69,7 +69,7 @@ def failing_at_each_moment(make: Make, every: int = 1) -> None:
             with pytest.raises((OSError, CommitFailed, CommitUnknown)):
                 trial.drive(driver, tasks)
             assert trial.visible() == []
-            # If it is unknown whether the commit is decided, nothing is deleted.
+            # If the driver does not know whether the decision is stored, it must not delete anything.
             unknown = moment > names.index("before commit") - 2
             assert unknown or trial.leftovers() == [], driver.names
         else:
@@ -77,18 +77,18 @@ def failing_at_each_moment(make: Make, every: int = 1) -> None:
             assert sorted(trial.visible()) == tasks.expected
             assert trial.leftovers() == [] or moment > names.index("before discard"), driver.names
         trial.drive(Driver(), tasks)
-        _all_once(trial, tasks, driver)
+        _assert_published_once(trial, tasks, driver)
 
 
 def commit_that_raises(make: Make) -> None:
-    """Fails `Committer.commit` before or after its effect: the driver retries it, and all rows are there once.
+    """Makes the sink's `commit` raise before or after its effect. The driver must retry, and publish all rows once.
 
-    If it fails permanently, the staged rows stay, and a later driver continues the commit.
+    If `commit` always fails, the staged rows must stay, and a later driver must finish the commit.
     """
     for effect in ("before", "after"):
         for times in (1, 100):
             trial, tasks, pauses = make(f"raises-{effect}-{times}"), Tasks(1), []
-            sink = Raises(trial.make_sink(), effect, times)
+            sink = FailingSink(trial.make_sink(), effect, times)
             run = lambda staging, trial=trial, tasks=tasks: tasks.run(trial.make_sink(), staging)  # noqa: E731
             if times == 1:
                 report = commit(sink, trial.commit_log, "c 1", SCHEMA, run, sleep=pauses.append)
@@ -100,11 +100,11 @@ def commit_that_raises(make: Make) -> None:
                 assert sorted(trial.visible()) == (tasks.expected if effect == "after" else [])
                 sink.times = 0
                 assert commit(sink, trial.commit_log, "c 1", SCHEMA, lambda staging: 1 / 0).repeated
-            _all_once(trial, tasks)
+            _assert_published_once(trial, tasks)
 
 
-class Raises(SinkWrapper):
-    """A sink whose commit raises `times` times, before or after its effect."""
+class FailingSink(SinkWrapper):
+    """A sink whose first `times` calls of `commit` raise, before or after their effect."""
 
     def __init__(self, sink: Any, effect: str, times: int) -> None:
         super().__init__(sink)
@@ -120,24 +120,24 @@ class Raises(SinkWrapper):
 
 
 def resume_at_each_moment(make: Make, every: int = 1) -> None:
-    """Pauses an old driver while a new driver commits or aborts: the old driver then changes and leaves nothing.
+    """Pauses an old driver while a new driver commits or aborts. When it resumes, it must change and leave nothing.
 
-    If the old driver has already decided, nobody can abort. If it has not, it fails; with `CommitSuperseded` if all its
-    rows were staged.
+    If the old driver has already stored its decision, the new driver cannot abort, and the old driver succeeds.
+    Otherwise the old driver fails, with `CommitSuperseded` if all of its rows were staged.
     """
     names = moments_without_faults(make("undisturbed"))
     for moment in range(1, len(names) + 1, every):
-        # The moment directly before "before commit" comes after the write of the decision.
+        # The moment just before "before commit" is "after write": the decision has been stored.
         decided = moment > names.index("before commit") - 1
         for ends in ("commits",) if decided else ("commits", "aborts"):
             trial, old, tasks = (
-                make(f"going-on-{moment}-{ends}"),
+                make(f"resumed-{moment}-{ends}"),
                 Driver(pauses_at=moment),
                 Tasks(SEED, zombies=False),
             )
             with paused(trial, old, tasks) as outcome:
                 if not old.paused.is_set():
-                    continue  # it would hold a lock on which the new driver waits
+                    continue  # the old driver holds a lock here, so it does not pause: the new driver would wait for it
                 if ends == "commits":
                     trial.drive(Driver(), tasks)
                 else:
@@ -153,7 +153,7 @@ def resume_at_each_moment(make: Make, every: int = 1) -> None:
 
 @contextlib.contextmanager
 def paused(trial: Trial, old: Driver, tasks: Tasks, commit_id: str = "c 1") -> Iterator[list[Any]]:
-    """Runs the body while a driver is paused. Yields a list that later has the driver's report, or its error."""
+    """Runs the body while a driver is paused. Yields a list that will contain the driver's report or its error."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -175,10 +175,10 @@ def paused(trial: Trial, old: Driver, tasks: Tasks, commit_id: str = "c 1") -> I
 
 
 def resume_after_refusal(make: Make, refuse: Callable[[Trial], Callable[[], None]], stays: bool) -> None:
-    """Pauses an old driver in its commit until a new driver was refused.
+    """Pauses an old driver within its commit until the sink has refused a new driver's commit.
 
-    The old driver fails. It changes nothing and leaves nothing. `refuse` creates an obstacle and returns a function
-    that removes it. With `stays`, the obstacle is removed only after the old driver has ended.
+    The old driver must then fail, and change and leave nothing. `refuse` creates an obstacle and returns a function
+    that removes it. If `stays`, the obstacle is removed only after the old driver has ended.
     """
     names = moments_without_faults(make("undisturbed"))
     seen = 0
@@ -186,7 +186,7 @@ def resume_after_refusal(make: Make, refuse: Callable[[Trial], Callable[[], None
         trial, old, tasks = make(f"refused-{moment}"), Driver(pauses_at=moment), Tasks(SEED, zombies=False)
         with paused(trial, old, tasks) as outcome:
             if trial.visible():
-                break  # the rows are visible, so no driver is refused any more
+                break  # the rows are already visible, so no commit is refused any more
             if not old.paused.is_set():
                 continue
             allow = refuse(trial)
@@ -200,15 +200,15 @@ def resume_after_refusal(make: Make, refuse: Callable[[Trial], Callable[[], None
         assert trial.visible() == [], old.names
         assert trial.leftovers() == [], old.names
         trial.drive(Driver(), tasks)
-        _all_once(trial, tasks, old)
+        _assert_published_once(trial, tasks, old)
         seen += 1
     assert seen > 1
 
 
 def concurrent_commits(trial: Trial, moment: str) -> list[Any]:
-    """Runs two commits to one place at the same time. Both succeed, or one fails with a conflict; nothing is left.
+    """Runs two commits to the same target concurrently. Both must succeed, or one must fail with a conflict.
 
-    Both drivers wait at `moment` (for example "staged"), which comes before either has committed. Returns the
+    Both drivers wait at `moment` (for example "staged") before either commits. No staged data may be left. Returns the
     conflicts.
     """
     one, other = Driver(pauses_at=moment), Driver(pauses_at=moment)
@@ -226,17 +226,17 @@ def concurrent_commits(trial: Trial, moment: str) -> list[Any]:
     return conflicts
 
 
-def _visible_behind(names: list[str], moment: int, trial: Trial, tasks: Tasks) -> None:
-    """Asserts that no rows are visible before the commit, all after it, and never a part."""
+def _assert_all_or_nothing(names: list[str], moment: int, trial: Trial, tasks: Tasks) -> None:
+    """Asserts that no row is visible before the commit, all are visible after it, and never only some of them."""
     seen = sorted(trial.visible())
-    assert seen in ([], tasks.expected), "a part of the rows is visible"
+    assert seen in ([], tasks.expected), "only some of the rows are visible"
     if moment <= names.index("before commit") + 1:
         assert seen == []
     if moment > names.index("after commit"):
         assert seen == tasks.expected
 
 
-def _all_once(trial: Trial, tasks: Tasks, driver: Driver | None = None) -> None:
+def _assert_published_once(trial: Trial, tasks: Tasks, driver: Driver | None = None) -> None:
     assert sorted(trial.visible()) == tasks.expected, driver and driver.names
     assert trial.leftovers() == [], driver and driver.names
     trial.repeat_changes_nothing()
@@ -245,17 +245,17 @@ def _all_once(trial: Trial, tasks: Tasks, driver: Driver | None = None) -> None:
 
 
 def random_history(trial: Trial, seed: int, moments: int) -> None:
-    """Runs a random history: drivers die, pause and resume, and tasks write late. At the end all rows are there once.
+    """Runs a random history: drivers die, fail, pause and resume, and tasks write late.
 
-    `moments` is the number of moments of a driver without faults. A driver that comes after others first deletes their
-    remains, which adds some moments.
+    At the end, all rows must be visible once. `moments` is the number of moments of a driver without faults. A driver
+    that runs after others first deletes what they left, which adds some moments.
     """
     randomly = random.Random(seed)
     tasks = Tasks(seed)
     paused: list[tuple[Driver, threading.Thread]] = []
     for before in range(randomly.randrange(1, 4)):
         kind = randomly.choice(["dies", "pauses", "raises"])
-        driver = Driver(**{f"{kind}_at": randomly.randrange(1, moments + 1 + _CLEANING * before)})
+        driver = Driver(**{f"{kind}_at": randomly.randrange(1, moments + 1 + _CLEANUP_MOMENTS * before)})
         outcome: list[BaseException] = []
 
         def run(driver: Driver = driver, outcome: list[BaseException] = outcome) -> None:
@@ -274,30 +274,30 @@ def random_history(trial: Trial, seed: int, moments: int) -> None:
             run()
         trial.check(tasks, trial.visible())
         if tasks.zombies and randomly.random() < 0.5:
-            _late(tasks.zombies.pop())
+            _run_late(tasks.zombies.pop())
         if paused and randomly.random() < 0.3:
-            _go_on(paused.pop(randomly.randrange(len(paused))))
+            _resume(paused.pop(randomly.randrange(len(paused))))
             trial.check(tasks, trial.visible())
     trial.drive(Driver(), tasks)
     assert sorted(trial.visible()) == tasks.expected
     for one in paused:
-        _go_on(one)
+        _resume(one)
     while tasks.zombies:
-        _late(tasks.zombies.pop())
+        _run_late(tasks.zombies.pop())
     assert trial.leftovers() == []
     trial.repeat_changes_nothing()
     assert sorted(trial.visible()) == tasks.expected
     assert trial.leftovers() == []
 
 
-#: The number of moments of one cleanup: those around the call and those within it.
-_CLEANING = 6
+#: The number of moments of one cleanup: those before, within and after the call of `discard`.
+_CLEANUP_MOMENTS = 6
 
 
 def late_task_at_each_moment(make: Callable[[str], Trial], moments: Sequence[int] = ()) -> None:
     """Pauses a task at each of its writes and batches until its commit has ended.
 
-    The task's rows are not visible, and nothing is left. `make` creates the trial of a given name.
+    The task's rows must not become visible, and no staged data may be left.
     """
     ended = False
     for moment in moments or itertools.count(1):
@@ -319,7 +319,7 @@ def late_task_at_each_moment(make: Callable[[str], Trial], moments: Sequence[int
                 slow = trial.make_sink()
                 _watch_task(zombie, slow)
                 batches = _slowly(zombie, tasks.batches(tasks.expected))
-                threads.append(threading.Thread(target=_late, args=(lambda: slow.stage(staging, 0, 99, batches),)))
+                threads.append(threading.Thread(target=_run_late, args=(lambda: slow.stage(staging, 0, 99, batches),)))
                 threads[0].start()
                 while threads[0].is_alive() and not zombie.paused.wait(0.01):
                     pass
@@ -330,7 +330,7 @@ def late_task_at_each_moment(make: Callable[[str], Trial], moments: Sequence[int
 
             with contextlib.nullcontext() if ends else contextlib.suppress(RuntimeError):
                 commit(trial.make_sink(), trial.commit_log, f"late {moment}", SCHEMA, execute)
-            _go_on((zombie, threads[0]))
+            _resume((zombie, threads[0]))
             assert sorted(trial.visible()) == (tasks.expected if ends else []), zombie.names
             assert trial.leftovers() == [], (zombie.names, ends)
             ended = zombie.moments < moment
@@ -341,11 +341,11 @@ def _slowly(zombie: Driver, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Re
     for batch in batches:
         zombie.moment("before a batch")
         yield batch
-    zombie.moment("behind the batches")
+    zombie.moment("after the batches")
 
 
 def _watch_task(zombie: Driver, sink: Any) -> None:
-    """Makes each write of a task a moment."""
+    """Adds moments before and after each of a task's calls to its file system, or around its transactions."""
     if hasattr(sink, "_filesystem"):
         names = ("open_output_stream", "get_file_info", "delete_file", "delete_dir")
         sink._filesystem = zombie.instrument(sink._filesystem, names)
@@ -354,23 +354,23 @@ def _watch_task(zombie: Driver, sink: Any) -> None:
 
 
 class _Interrupted(Driver):
-    """Runs a function at one of its calls to the file system."""
+    """A driver that runs a function at moment number `at`."""
 
     def __init__(self, at: int, then: Callable[[], None]) -> None:
         super().__init__()
-        self._at, self._then, self.was = at, then, False
+        self._at, self._then, self.interrupted = at, then, False
 
     def moment(self, name: str, holds_lock: bool = False) -> None:
         super().moment(name, holds_lock)
         if self.moments == self._at:
-            self.was = True
+            self.interrupted = True
             self._then()
 
 
 def first_commits_of_two_schemas(make: Callable[[int], Trial], moments: Iterable[int]) -> None:
-    """Makes the first commit of another schema at each moment of a first commit.
+    """At each moment of a first commit, runs a first commit that has another schema.
 
-    At most one of the two succeeds, and the error of the other says why.
+    Exactly one of the two must succeed, and the error of the other must name the columns that differ.
     """
     other_schema = pa.schema([("id", pa.int64()), ("name", pa.string())])
     for at in moments:
@@ -392,15 +392,15 @@ def first_commits_of_two_schemas(make: Callable[[int], Trial], moments: Iterable
                 messages.append(str(error))
 
         one = trial.make_sink()
-        interrupted = _Interrupted(
+        driver = _Interrupted(
             at, lambda commits=commits, trial=trial: commits(trial.make_sink(), "other", other_schema)
         )
-        one._filesystem = interrupted.instrument(
+        one._filesystem = driver.instrument(
             one._filesystem,
             ("create_dir", "open_output_stream", "open_input_stream", "get_file_info", "copy_file", "move"),
         )
         commits(one, "one", SCHEMA)
-        if not interrupted.was:
+        if not driver.interrupted:
             assert at > 6
             return
         assert len(landed) == len(messages) == 1, (at, landed)
@@ -417,7 +417,10 @@ def first_commits_of_two_schemas(make: Callable[[int], Trial], moments: Iterable
 
 
 def rows_appear_at_once(trial: Trial) -> None:
-    """Reads from another connection before each transaction ends: no row is visible before the end of the last one."""
+    """Reads through another connection before each transaction ends.
+
+    No row may be visible before the transaction that adds the rows to the table has ended.
+    """
     sink, tasks, seen = trial.make_sink(), Tasks(1), []
     within = sink._within
 
@@ -434,8 +437,8 @@ def rows_appear_at_once(trial: Trial) -> None:
     assert sorted(trial.visible()) == tasks.expected
 
 
-class _Losing(Driver):
-    """A driver that loses its connection at one of its calls to the file system."""
+class _DisconnectedDriver(Driver):
+    """A driver that loses its connection at moment number `at`."""
 
     def __init__(self, at: int, proxy: Proxy) -> None:
         super().__init__()
@@ -449,21 +452,21 @@ class _Losing(Driver):
 
 
 def disconnect(proxy: Proxy) -> None:
-    """Ends all connections and refuses new ones, until the target port of the proxy is set again."""
+    """Drops all connections and refuses new ones, until the target port of the proxy is set again."""
     proxy._to = 1
     proxy.cut()
 
 
 def lost_connections(make: Callable[[int], Trial], proxy: Proxy, moments: Iterable[int]) -> None:
-    """Loses the connection at each call to the file system.
+    """Drops the connection at each call to the file system.
 
-    The error is clear, and never a part of the rows is visible. A repeated commit then publishes all rows once, and
-    leaves nothing. The sinks of the trials that `make` creates use the proxy; the functions that inspect the result do
-    not.
+    An error must have a message, and readers must see all rows or none. A repeated commit must then publish all rows
+    once and leave nothing. In the trials that `make` creates, the sinks use the proxy, but the functions that inspect
+    the result do not.
     """
     port = proxy._to
     for at in moments:
-        trial, losing, tasks = make(at), _Losing(at, proxy), Tasks(1, zombies=False)
+        trial, losing, tasks = make(at), _DisconnectedDriver(at, proxy), Tasks(1, zombies=False)
         losing_sink = trial.make_sink()
         losing_sink._filesystem = losing.instrument(
             losing_sink._filesystem,
@@ -483,7 +486,7 @@ def lost_connections(make: Callable[[int], Trial], proxy: Proxy, moments: Iterab
             outcome = error
         else:
             outcome = None
-        assert outcome is None or str(outcome), "it says nothing"
+        assert outcome is None or str(outcome), "the error has no message"
         proxy._to = port
         seen = sorted(trial.visible())
         assert seen == (tasks.expected if outcome is None else []) or (
@@ -505,9 +508,10 @@ def lost_connections(make: Callable[[int], Trial], proxy: Proxy, moments: Iterab
 
 
 def mismatched_schemas(trial: Trial, known: str = "int64") -> None:
-    """Commits with missing columns, or with columns of another type: the error names them before anything runs.
+    """Commits datasets with missing, unknown or wrongly typed columns. The error must name them before any task runs.
 
-    Nothing is visible, and nothing is left.
+    The rows of the first commit must stay the only ones, and no staged data may be left. `known` is the type of `id` in
+    the error message, or empty if the sink does not check types.
     """
     trial.drive(Driver(), Tasks(1), "first")
     for fields, problem in (
@@ -525,10 +529,11 @@ def mismatched_schemas(trial: Trial, known: str = "int64") -> None:
 
 
 def rename_into_existing_folder(filesystem: pyarrow.fs.FileSystem, folder: str, make: Callable[[str], Trial]) -> None:
-    """Lets two commits create one folder. The second one's rename moves its files into the folder, and its driver dies.
+    """Runs two commits that create the same folder, on a file system that renames into an existing folder.
 
-    A repeated commit of the second reports a conflict and leaves nothing. `make` creates a trial of mode "create" with
-    a commit log of the given name, whose table is `folder`.
+    The second commit's rename moves its files into the folder of the first, and then its driver dies. When the second
+    commit is repeated, it must report a conflict and leave nothing. `make(name)` creates a trial of mode "create" whose
+    table is `folder`, with a commit log of this name.
     """
     one, other = make("one"), make("other")
 
@@ -562,13 +567,13 @@ def rename_into_existing_folder(filesystem: pyarrow.fs.FileSystem, folder: str, 
         assert sorted(one.visible()) == Tasks(1).expected
 
 
-def _late(zombie: Callable[[], None]) -> None:
+def _run_late(zombie: Callable[[], None]) -> None:
     with contextlib.suppress(Exception):
         zombie()
 
 
-def _go_on(one: tuple[Driver, threading.Thread]) -> None:
-    driver, thread = one
+def _resume(paused: tuple[Driver, threading.Thread]) -> None:
+    driver, thread = paused
     driver.resume.set()
     thread.join(60)
     assert not thread.is_alive()

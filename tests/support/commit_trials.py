@@ -1,6 +1,6 @@
-"""Fault injection for commits: drivers that die or pause at any write, tasks that keep writing, and trials of sinks.
+"""Fault injection for commits: drivers that die, pause or fail at any write, tasks that write late, and sink trials.
 
-A *moment* is a point before or after a write, at which a driver can die, pause or fail. See `Driver`.
+A *moment* is a point before or after a write at which a driver can die, pause or fail. See `Driver`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SCHEMA = pa.schema([("id", pa.int64()), ("text", pa.string())])
 
 
 class Killed(BaseException):
-    """The driver died here. Nothing that it does later has an effect."""
+    """The driver died here. Nothing that it does afterwards has an effect."""
 
 
 class Driver:
-    """Counts the moments of one driver; at one of them the driver dies, pauses or raises."""
+    """Counts the moments of one driver. At one of them the driver dies, pauses or raises an error."""
 
     def __init__(
         self, dies_at: int | None = None, pauses_at: int | str | None = None, raises_at: int | None = None
@@ -41,7 +41,7 @@ class Driver:
         return len(self.names)
 
     def moment(self, name: str, holds_lock: bool = False) -> None:
-        """Called before and after each write. With `holds_lock`, the driver does not pause."""
+        """Called before and after each write. The driver never pauses at a moment with `holds_lock`."""
         if self.dead:
             raise Killed
         self.names.append(name)
@@ -59,12 +59,12 @@ class Driver:
             assert self.resume.wait(60)
 
     def instrument(self, object_: Any, names: Sequence[str]) -> Any:
-        """Returns a proxy of an object whose methods of these names are moments, before and after each call."""
+        """Returns a proxy of an object that adds moments before and after each call of the named methods."""
         return Instrumented(self, object_, names)
 
 
 class Instrumented:
-    """A proxy that also passes `isinstance` checks for the class of its target."""
+    """A proxy that adds moments. It passes `isinstance` checks for the class of its target."""
 
     def __init__(self, driver: Driver, object_: Any, names: Sequence[str]) -> None:
         self._driver, self._object, self._names = driver, object_, frozenset(names)
@@ -92,7 +92,7 @@ class Instrumented:
                     self._driver.moment(f"after {name}")
                 except BaseException:
                     if isinstance(result, pa.NativeFile):
-                        result.close()  # close it now: an object store uploads the abandoned file when it is collected
+                        result.close()  # otherwise garbage collection would close it later, and so upload the file
                     raise
             return result
 
@@ -100,7 +100,7 @@ class Instrumented:
 
 
 class SinkWrapper:
-    """A sink whose methods a test can override."""
+    """Passes all calls on to a sink. Subclasses override some of its methods."""
 
     def __init__(self, sink: Any) -> None:
         self._sink = sink
@@ -110,7 +110,7 @@ class SinkWrapper:
 
 
 class Tasks:
-    """Tasks that stage rows. Some attempts fail halfway, some are speculative, some write after the commit's end."""
+    """Tasks that stage rows. Some attempts fail halfway, some are speculative, and zombies write after the commit."""
 
     def __init__(self, seed: int, rows: int = 40, partitions: int = 4, zombies: bool = True) -> None:
         self._with_zombies = zombies
@@ -121,7 +121,7 @@ class Tasks:
         self.expected = [(number, f"text {number}") for number in range(rows)]
 
     def run(self, sink: Any, staging: Any) -> list[dict[str, Any]]:
-        """Stages all partitions, and returns the messages that Spark would accept."""
+        """Stages all partitions. Returns one message per partition, from the attempt that Spark would accept."""
         messages = []
         for partition in range(self._partitions):
             own_rows = self.expected[partition :: self._partitions]
@@ -130,7 +130,7 @@ class Tasks:
                     self._attempt(sink, staging, partition, self._broken(own_rows))
             if self._random.random() < 0.3:  # a speculative attempt whose message is not used
                 self._attempt(sink, staging, partition, self.batches(own_rows))
-            if self._random.random() < 0.3 and self._with_zombies:  # an attempt that writes later
+            if self._random.random() < 0.3 and self._with_zombies:  # a zombie: an attempt that will write later
                 number = self._number()
                 self.zombies.append(
                     lambda partition=partition, own_rows=own_rows, number=number: sink.stage(
@@ -175,12 +175,12 @@ class Trial:
         watch: Callable[[Driver, Any], None],
         state: Callable[[], Any],
     ) -> None:
-        self.watch = watch  # turns the writes within one call of a sink into moments
-        self.state = state  # everything that exists: files with their sizes, or tables
+        self.watch = watch  # adds moments at the writes within each call of a sink
+        self.state = state  # returns everything that exists: files with their sizes, or tables
         self.make_sink, self.commit_log, self.visible, self.leftovers = make_sink, commit_log, visible, leftovers
 
     def drive(self, driver: Driver, tasks: Tasks, commit_id: str = "c 1") -> Any:
-        """Runs one driver's commit."""
+        """Runs one driver's commit, and returns its report."""
         plain, instrumented = self.make_sink(), self.make_sink()
         self.watch(driver, instrumented)
         sink = driver.instrument(instrumented, ("begin", "commit", "discard"))
@@ -195,22 +195,22 @@ class Trial:
         return commit(sink, commit_log, commit_id, SCHEMA, execute, sleep=lambda _: None)
 
     def check(self, tasks: Tasks, seen: Sequence[Any]) -> None:
-        assert sorted(seen) in ([], tasks.expected), "a part of the rows is visible"
+        assert sorted(seen) in ([], tasks.expected), "only some of the rows are visible"
 
     def repeat_changes_nothing(self, commit_id: str = "c 1") -> None:
-        """Asserts that a driver that repeats a finished commit runs no tasks and changes nothing."""
+        """Repeats a finished commit, and asserts that the driver runs no tasks and changes nothing."""
         before = self.state(), self.commit_log.read(commit_id)
         assert self.drive(repeats := Driver(), Tasks(0), commit_id).repeated
         assert "stages" not in repeats.names
         assert (self.state(), self.commit_log.read(commit_id)) == before
 
 
-#: With this seed, one attempt fails halfway and there is a speculative one.
+#: With this seed, one attempt fails halfway and one is speculative.
 SEED = 4
 
 
 def moments_without_faults(trial: Trial) -> list[str]:
-    """Returns the names of the moments of a driver without faults, whose tasks have the seed `SEED`."""
+    """Runs a commit without faults, with tasks of seed `SEED`. Returns the names of the driver's moments."""
     driver = Driver()
     trial.drive(driver, Tasks(SEED, zombies=False))
     assert driver.names[-1] == "after write"
@@ -218,14 +218,14 @@ def moments_without_faults(trial: Trial) -> list[str]:
 
 
 def watch_files(driver: Driver, sink: Any) -> None:
-    """Makes each write to the sink's file system a moment."""
+    """Adds moments before and after each write to the sink's file system."""
     sink._filesystem = driver.instrument(
         sink._filesystem, ("create_dir", "move", "copy_file", "open_output_stream", "delete_dir", "delete_file")
     )
 
 
 def watch_transactions(driver: Driver, sink: Any) -> None:
-    """Makes the beginning of each transaction a moment, the point before its end, and its end."""
+    """Adds moments before each transaction, just before its end, and after it."""
     within = sink._within
 
     @contextlib.contextmanager
@@ -240,7 +240,7 @@ def watch_transactions(driver: Driver, sink: Any) -> None:
 
 
 def watch_iceberg(driver: Driver, sink: Any) -> None:
-    """Makes each file that pyiceberg writes or deletes a moment, and each call of its catalogue with its update."""
+    """Adds moments at each file that pyiceberg writes or deletes, each catalog call, and each UPDATE of the catalog."""
     from sqlalchemy import event
 
     load = sink._table

@@ -1,4 +1,4 @@
-"""Sinks, commit logs and steps that the tests of commits share."""
+"""Sinks, commit logs and helper functions that the tests of commits share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.commit_trials import SCHEMA, SinkWrapper
 
 
 def trials_in(make, tmp_path):
-    """Returns a function that makes trials, each in a folder of the given name."""
+    """Returns a function that creates a trial in a new folder with the given name."""
 
     def make_trial(name):
         (tmp_path / name).mkdir()
@@ -19,14 +19,14 @@ def trials_in(make, tmp_path):
 
 
 class RefusingSink(SinkWrapper):
-    """A sink that always refuses the rows."""
+    """A sink whose `commit` always raises CommitConflict."""
 
     def commit(self, staging, messages):
         raise CommitConflict("never")
 
 
 class StepBefore(SinkWrapper):
-    """A sink that runs a given function once before its method of the same name."""
+    """A sink that runs a function before the first call of a method: `StepBefore(sink, commit=function)`."""
 
     def __init__(self, sink, **steps):
         super().__init__(sink)
@@ -44,7 +44,7 @@ class StepBefore(SinkWrapper):
 
 
 class FailingLog:
-    """A commit log that raises an error instead of writing one of the given states."""
+    """A commit log that raises an error instead of writing a record with one of the given states."""
 
     def __init__(self, commit_log, error, *states):
         self._log, self._error, self._states, self.read = commit_log, error, states, commit_log.read
@@ -56,7 +56,7 @@ class FailingLog:
 
 
 def commit_and_restore_old_log(trial, tasks):
-    """Commits, then replaces the log by a copy from before the decision. Returns the visible rows and the state."""
+    """Commits, then replaces the log with a copy taken before the decision. Returns the visible rows and the state."""
     copy = MemoryCommitLog()
 
     def run(staging):

@@ -1,4 +1,4 @@
-"""For the tests of coordination with real Spark: a coordinator that records its calls, and functions for tasks."""
+"""For tests of coordination with real Spark: a coordinator that records its calls, and functions for tasks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pyspark import cloudpickle
 
 import stagecrew
 
-# Executors do not have the tests: the definitions of this module are pickled by value.
+# Executors cannot import the tests, so the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class RecordingCoordinator(stagecrew.Coordinator):
-    """Records its lifecycle calls and the events of each evaluation in order, and live gateways."""
+    """Records its lifecycle calls in order, the events of each evaluation, and the gateways of live evaluations."""
 
     def __init__(self, context: stagecrew.CoordinatorContext, instances: list[Any]) -> None:
         super().__init__(context)

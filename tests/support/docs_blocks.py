@@ -1,11 +1,12 @@
-"""Runs the Python blocks of documentation pages, and the examples: `python -P docs_blocks.py FILE ...`.
+"""Runs the Python blocks of documentation pages, and the example scripts: `python -P docs_blocks.py FILE ...`.
 
-`docstrings` instead of a file runs the examples of public names that need Spark, each in a namespace of its own.
+If FILE is `docstrings`, it runs the examples that need Spark from the docstrings of public names, each in a namespace
+of its own.
 
-The blocks of a page run in order in one namespace, as `__main__`. A comment before a block can change that: `<!--
-raises: NAME -->` means that the block must raise this error, `<!-- norun: REASON -->` that it does not run. Pages find
-a session `spark` and its `crew`, which they share. A page that stops the session starts without one. The script prints
-one JSON line per file, with the file's name and its failure or null.
+The blocks of a page run in order in one namespace, as `__main__`. After a comment `<!-- raises: NAME -->`, the block
+must raise this error. After `<!-- norun: REASON -->`, the block does not run. All pages share a session `spark` and its
+`crew`, except that a page that stops the session starts without one. The script prints one JSON line per file, with the
+file's name and its traceback or null.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-#: Arguments with which an example does less work.
+#: Arguments that make an example do less work.
 SHORTER = {"service.py": ["10"]}
 
 _BLOCK = re.compile(r"^(?:<!-- (raises|norun): ([^\n]+) -->\n)?```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -27,7 +28,7 @@ _BLOCK = re.compile(r"^(?:<!-- (raises|norun): ([^\n]+) -->\n)?```python[^\n]*\n
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A fenced block: its code, its first line, and the comment before it."""
+    """A fenced block: its code, the line number of the code, and the comment before the block."""
 
     code: str
     line: int
@@ -46,7 +47,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def run_page(path: Path, names: dict[str, object]) -> None:
-    """Runs all blocks of a page. An error of a block is raised with the page's lines in the traceback."""
+    """Runs all blocks of a page. The traceback of an error contains the page's line numbers."""
     namespace: dict[str, object] = {"__name__": "__main__", **names}
     for block in blocks(path.read_text(encoding="utf-8")):
         if block.norun is not None:
@@ -120,7 +121,7 @@ topology = crew.topology("examples").start()
 
 
 def spark_examples() -> dict[str, str]:
-    """The examples of public names that doctest does not run: those without a prompt. They need Spark."""
+    """Returns the examples of public names that doctest does not run (without `>>>`), because they need Spark."""
     import importlib
     import inspect
     import textwrap

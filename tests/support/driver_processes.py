@@ -1,4 +1,4 @@
-"""Processes of `stagecrew driver` over one store, and what tests ask of them."""
+"""Starts, kills and inspects processes of `stagecrew driver` that share one store."""
 
 import contextlib
 import json
@@ -16,9 +16,9 @@ from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from support.waiting import eventually
 
-#: Timeout in seconds for work that takes long on a busy machine.
+#: Timeout in seconds for work that can take a long time on a busy machine.
 LONG_TIMEOUT = 120.0
-#: A folder for the PYTHONPATH of processes that are to be killed at a kill point.
+#: The folder that `kill_point` adds to the PYTHONPATH of processes.
 KILL_POINTS = Path(__file__).with_name("kill_points")
 #: Settings with which Spark starts quickly.
 QUICK_CONF = {
@@ -30,7 +30,7 @@ QUICK_CONF = {
 
 
 def wait_until(condition, what, seconds=LONG_TIMEOUT):
-    """Waits until the condition returns something true, and returns that."""
+    """Waits until the condition returns a true value, and returns this value."""
     return eventually(condition, seconds, what)
 
 
@@ -45,9 +45,9 @@ class DriverProcesses:
         self._pids = set()
 
     def start(self, wait=True, store=None, **environment):
-        """Starts a driver, and returns its process. With `wait` the driver campaigns when this returns.
+        """Starts a driver, and returns its process. If `wait`, returns once the driver is campaigning.
 
-        `store` is another URL under which this driver reaches the same store.
+        `store` is another URL of the same store, for this driver only.
         """
         number = len(list(self.folder.glob("driver-*.log")))
         log = self.folder / f"driver-{number}.log"
@@ -61,7 +61,7 @@ class DriverProcesses:
             )  # fmt: skip
         self.running.append(process)
         if wait:
-            wait_until(lambda: process.poll() is None and "campaign" in log.read_text(), "a driver campaigns")
+            wait_until(lambda: process.poll() is None and "campaign" in log.read_text(), "a driver is campaigning")
         return process
 
     def leader(self):
@@ -86,13 +86,13 @@ class DriverProcesses:
             return jobs.read(job)[0]
 
     def result(self, job, seconds=LONG_TIMEOUT):
-        """Waits until the job is clean, and returns its result."""
+        """Waits until the job has ended and was cleaned up, and returns its result."""
         wait_until(lambda: self.record(job).clean, f"job {job} is clean: {self.logs(job)}", seconds)
         with self.jobs() as jobs:
             return jobs.result(job)
 
     def process(self, job):
-        """Waits until a process runs the job, and returns its process id."""
+        """Waits until a process is running the job, and returns the process id."""
 
         def found():
             with self.jobs() as jobs:
@@ -101,18 +101,18 @@ class DriverProcesses:
         return wait_until(found, f"a process runs {job}")["pid"]
 
     def assert_killed(self, process):
-        """Asserts that this driver was killed at its kill point."""
+        """Waits for the end of this driver, and asserts that it was killed at its kill point."""
         assert process.wait(LONG_TIMEOUT) == -signal.SIGKILL
         self.running.remove(process)
 
     def kill(self, process):
-        """Sends SIGKILL to a driver alone: the processes that it started keep running."""
-        self._remember()
+        """Sends SIGKILL to a driver only. The processes that it started keep running."""
+        self._remember_children()
         process.send_signal(signal.SIGKILL)
         process.wait(LONG_TIMEOUT)
         self.running.remove(process)
 
-    def _remember(self):
+    def _remember_children(self):
         for one in self.running:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._pids.update(child.pid for child in psutil.Process(one.pid).children(recursive=True))
@@ -121,7 +121,7 @@ class DriverProcesses:
         return "\n".join(path.read_text()[-1500:] for path in self.folder.glob(f"work-*/{job}/*.log"))
 
     def assert_nothing_left(self, *jobs):
-        """Asserts that these jobs have ended, and that only their records and results are left after a sweep."""
+        """Asserts that exactly these jobs exist and are clean. A sweep must leave only their records and results."""
 
         def leftovers():
             store = open_store(self.store)
@@ -155,8 +155,8 @@ class DriverProcesses:
         assert [path for path in (self.folder / "out").iterdir() if path.name.startswith("_stagecrew")] == []
 
     def close(self):
-        """Ends all drivers with SIGTERM, and asserts that none of their processes is left."""
-        self._remember()
+        """Terminates all drivers, and waits until all processes that they started have ended."""
+        self._remember_children()
         for process in self.running:
             process.send_signal(signal.SIGCONT)
             process.terminate()
@@ -176,11 +176,11 @@ class DriverProcesses:
 
 
 def kill_point(marker, role, operation, moment="after", number=1, victim="self"):
-    """Returns the environment with which a process is killed at a kill point. See `kill_points/sitecustomize.py`.
+    """Returns environment variables that set a kill point for the processes of this role.
 
-    In the first process with this role, the `number`-th operation that matches the pattern `operation` is a kill point:
-    before or after it (`moment`), the process (`victim="self"`) or its driver (`victim="driver"`) is killed. The file
-    `marker` is then created, and nothing more is killed.
+    When one of these processes has reached its `number`-th operation that matches the pattern `operation`, this process
+    (`victim="self"`) or the driver that started it (`victim="driver"`) is killed, before or after the operation
+    (`moment`). Only one process is killed: the file `marker` is created first. See `kill_points/sitecustomize.py`.
     """
     settings = {
         "role": role, "operation": operation, "moment": moment, "number": number, "victim": victim, "marker": str(marker),
@@ -191,7 +191,7 @@ def kill_point(marker, role, operation, moment="after", number=1, victim="self")
 
 @contextlib.contextmanager
 def campaigning_drivers(store, folder):
-    """Drivers over a store, with a folder `out` for the jobs. The drivers are closed at the end."""
+    """Yields a `DriverProcesses` for a store, with a folder `out` for the jobs. Closes it at the end."""
     (folder / "out").mkdir()
     drivers = DriverProcesses(store, folder)
     try:

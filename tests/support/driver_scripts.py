@@ -1,4 +1,4 @@
-"""Python scripts that a test starts as Spark drivers of their own."""
+"""Runs Python scripts as Spark drivers, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ journal = Journal({journal!r})
 
 
 def java_processes(pid: int | None = None) -> list[psutil.Process]:
-    """Returns the live Java processes among the descendants of a process, by default of this one."""
+    """Returns the live Java processes among the descendants of a process, by default of the current process."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -39,7 +39,7 @@ def java_processes(pid: int | None = None) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def driver_script(tmp_path: Path, journal: Journal, master: str, script: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a script as a driver. At the end, the driver and all processes that it started are ended."""
+    """Runs a script as a driver. At the end, terminates the driver and kills all processes that it started."""
     path = tmp_path / "driver.py"
     path.write_text(HEAD.format(tests=TESTS, journal=journal.path) + script.replace("{master!r}", repr(master)))
     command = [sys.executable, str(path)]

@@ -1,4 +1,4 @@
-"""Event logs written by hand: an example application with everything that the pages show, and parts for other logs."""
+"""Handwritten event logs: an example application with everything that the pages show, and parts for other logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLASS = "org.apache.spark.stagecrew.StagecrewState"
 
 
 def write_log(logs: Path, app: str, events: list[dict[str, Any]], name: str = "", ended: bool = True) -> str:
-    """Writes a log as Spark does, with these stagecrew events in it. Returns the application's id."""
+    """Writes an event log in Spark's format that contains these stagecrew events. Returns the application's id."""
     start = {"App Name": name or app, "App ID": app, "Timestamp": BEGAN, "User": "me"}
     parts = ("JVM Information", "Spark Properties", "Hadoop Properties", "System Properties", "Metrics Properties")
     lines: list[dict[str, Any]] = [
@@ -25,7 +25,7 @@ def write_log(logs: Path, app: str, events: list[dict[str, Any]], name: str = ""
     if ended:
         lines.append({"Event": "SparkListenerApplicationEnd", "Timestamp": BEGAN + 600_000})
     path = logs / (app if ended else f"{app}.inprogress")
-    # The History Server looks for lines that begin exactly as Spark writes them: without spaces.
+    # The History Server recognizes lines only without spaces, exactly as Spark writes them.
     path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines), encoding="utf-8")
     return app
 
@@ -39,7 +39,7 @@ def state(kind: str, body: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def application(**parts: Any) -> dict[str, Any]:
-    """Returns the event with the state of the application outside its topologies."""
+    """Returns the event with the state of the application itself, without its topologies."""
     return state("application", {"version": 1, "totals": {}, **parts})
 
 
@@ -59,7 +59,7 @@ def operator(name: str, **more: Any) -> dict[str, Any]:
 
 
 def spans(seconds: float, failed: int = 44) -> list[dict[str, Any]]:
-    """Two workers on each of two executors, each with an open, tasks one after the other, and a close."""
+    """Returns the spans of two workers on each of two executors: an open, a sequence of tasks, and a close."""
     made = []
     for executor in ("1", "2"):
         for worker in range(2):
@@ -80,7 +80,7 @@ def spans(seconds: float, failed: int = 44) -> list[dict[str, Any]]:
 
 
 def topology(id_: str, name: str, **more: Any) -> dict[str, Any]:
-    """A named topology that ran for half a minute and has closed."""
+    """Returns a named topology that ran for half a minute and has closed."""
     return {
         "id": id_, "name": name, "kind": "named", "state": "closed", "started": BEGAN, "ended": BEGAN + 30_000,
         "jobs": 3, "askedBy": ["1", "2"], "unclosed": [], "lostExecutors": [], "operators": [], "spans": [],
@@ -89,7 +89,7 @@ def topology(id_: str, name: str, **more: Any) -> dict[str, Any]:
 
 
 def example_events() -> list[dict[str, Any]]:
-    """A nightly job with finished topologies and a running one. Closed topologies have no live evaluations."""
+    """Returns the events of a nightly job with closed and active topologies."""
     error = 'Traceback (most recent call last):\n  File "pools.py", line 12, in open\nConnectionRefusedError: [Errno 111] Connection refused'
 
     def partitions(progress: int, outputs: int, blocks: int, released: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Jobs for the tests with real drivers. They record their progress in files, and wait for other files."""
+"""Jobs for the tests with real drivers. They record their progress in files, and wait for files that tests create."""
 
 import textwrap
 
@@ -23,7 +23,7 @@ MODULE = textwrap.dedent(
             time.sleep(0.02)
 
     def steps(folder, count):
-        """Runs `count` steps. Each records its run; step N waits for the file go-N if the file hold-N exists."""
+        """Runs `count` steps. Each records its run. Step N waits for the file go-N if the file hold-N exists."""
         job = stagecrew.current_job()
         def body(number):
             record(folder, f"step-{number}")
@@ -55,13 +55,13 @@ MODULE = textwrap.dedent(
         return written
 
     def ending(folder):
-        """Has no step, and waits for the file go-ending."""
+        """Runs no step, and waits for the file go-ending."""
         record(folder, "ending")
         wait_for(folder, "go-ending")
         return 7
 
     def shown(folder):
-        """Runs two steps, of which the second waits for the file go. Writes the URL of its UI to the file ui."""
+        """Runs two steps. The second writes the URL of the Spark UI to the file ui, and waits for the file go."""
         from pyspark.sql import SparkSession
         job = stagecrew.current_job()
         loaded = job.step("load", lambda: 3)
@@ -74,7 +74,7 @@ MODULE = textwrap.dedent(
         return job.step("sum", sums)
 
     def storing(folder):
-        """Commits rows in a step, without Spark, and records staging and writing."""
+        """Commits rows in a step without Spark. Records when it stages them and when they are committed."""
         import pyarrow as pa
         from stagecrew.operators.commits import commit
         from stagecrew.operators.sinks import ParquetSink
@@ -111,7 +111,7 @@ MODULE = textwrap.dedent(
             yield pa.record_batch({"n": pa.array([gateway.request("one") for _ in range(batch.num_rows)], pa.int64())})
 
     def counting(folder):
-        """Runs three actions that each get ten numbers of one coordinator, the second with a further dataset."""
+        """Runs three actions whose tasks request numbers from one coordinator. The second uses a second dataset too."""
         from pyspark.sql import SparkSession
         job = stagecrew.current_job()
         spark = stagecrew.configure(SparkSession.builder).getOrCreate()
@@ -135,7 +135,7 @@ MODULE = textwrap.dedent(
         return found
 
     def splitting(folder):
-        """Reads one dataset of splits in two steps, first only a part. Later runs enumerate in another order."""
+        """Reads one dataset of splits in two steps: one row, then all. Later runs enumerate the splits in reverse."""
         from pyspark.sql import SparkSession
         job = stagecrew.current_job()
         spark = stagecrew.configure(SparkSession.builder).getOrCreate()
@@ -161,7 +161,7 @@ MODULE = textwrap.dedent(
             return job.step("first", read_first), job.step("second", read_all)
 
     def streaming(folder):
-        """Runs a query of three batches whose tasks get their numbers of one coordinator."""
+        """Runs a streaming query whose tasks request numbers from one coordinator. Each input file is a batch."""
         from pyspark.sql import SparkSession
         job = stagecrew.current_job()
         spark = stagecrew.configure(SparkSession.builder).getOrCreate()
@@ -199,7 +199,7 @@ MODULE = textwrap.dedent(
 
 
 def job_spec(function, drivers, conf=(), max_attempts=10, **arguments):
-    """Returns the spec of a job of `MODULE`, which exists only in the job itself."""
+    """Returns the spec of a job that calls a function of `MODULE`. Only the stored job contains the module."""
     path = drivers.folder / "ha_jobs.py"
     path.write_text(MODULE)
     spec = JobSpec.of_function(

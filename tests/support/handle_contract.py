@@ -1,4 +1,4 @@
-"""The contract of state handles on any store. A test module that imports these tests defines the fixture `world`."""
+"""Tests of the contract of state handles, for any store. A module that imports them defines the fixture `world`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ from stagecrew.recovery.state.sweep import SweepReport, sweep
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace, encode_segment
 from support.handle_faults import FAR_FUTURE, ROOT
 
-DEFINITE = [StoreUnavailable("away"), SessionLost("over"), StoreRefused("no"), LeadershipLost("another leads")]
+#: Errors after which a write was certainly not applied, and errors after which the outcome is unknown.
+DEFINITE = [
+    StoreUnavailable("unavailable"),
+    SessionLost("expired"),
+    StoreRefused("refused"),
+    LeadershipLost("another leads"),
+]
 UNKNOWN = [PossiblyInconsistentError("lost"), RuntimeError("a bug of the client"), KeyboardInterrupt()]
 
 
@@ -47,15 +53,18 @@ def state_path(world, name):
 
 
 def failing(world, error, when="before", method="transact"):
-    """Returns handles that have written before, and a function that makes the next call of a method raise."""
+    """Returns handles that are warmed up by an earlier write, and a function that makes the next call of `method` fail.
+
+    The error is raised before or after the call takes effect (`when`).
+    """
     armed = []
 
-    def moment(called, at_, arguments=()):
+    def on_step(called, at_, arguments=()):
         if armed and (called, at_) == (method, when):
             armed.clear()
             raise error
 
-    handles = world.handles(moment)
+    handles = world.handles(on_step)
     handles.add("warm", b"")
     handles.remove("warm")
     return handles, lambda: armed.append(1)
@@ -63,7 +72,7 @@ def failing(world, error, when="before", method="transact"):
 
 class TestAdd:
     def test_added_states_are_read(self, world, handles):
-        """Each name, however unusual, has its state with version 0, and nothing else is stored."""
+        """A state can be read after it was added under any name, and has version 0. Nothing else is stored."""
         odd = ["a", "a/b", "..", "Straße 7", "locks", "x" * 300]
         for name in odd:
             handles.add(name, name.encode())
@@ -73,7 +82,7 @@ class TestAdd:
         assert world.assert_clean() == {name: name.encode() for name in odd}
 
     def test_entries_in_store_and_storage(self, world, handles):
-        """The store has a small reference; the state is in the storage, in the folder of the store and the root."""
+        """The store contains a small reference. The state is in the storage, in the folder of this store and root."""
         handles.add("nightly", b"state" * 1000, lock=True)
         value = json.loads(world.observer.read("jobs/nightly").value)
         assert value["format"] == 1
@@ -84,7 +93,7 @@ class TestAdd:
         assert world.files() == [value["name"]]
 
     def test_existing_name(self, world, handles):
-        """The existing handle stays, and nothing is left of the second one."""
+        """Adding a name that exists raises HandleExists, changes nothing, and leaves no new state."""
         handles.add("a", b"1")
         with pytest.raises(HandleExists, match="'a'"):
             world.handles().add("a", b"2")
@@ -92,7 +101,7 @@ class TestAdd:
         assert world.assert_clean() == {"a": b"1"}
 
     def test_entries_of_writers(self, world, handles):
-        """A session has one entry for its writes, not one per root or handle, and none after it has ended."""
+        """A session has one entry as a writer, not one per root or handle, and no entry after it has ended."""
         for number in range(20):
             StateHandleStore(handles._store, world.storage, f"root-{number}").add("a", b"1")
             handles.add(f"{number}", b"1")
@@ -102,7 +111,7 @@ class TestAdd:
         assert world.observer.children("sweep/writers") == []
 
     def test_anything_but_bytes_is_refused(self, handles):
-        """Anything but bytes is refused before anything is written."""
+        """A state that is not bytes, an empty name and an invalid root raise ConfigurationError."""
         for wrong in (5, "text", None):
             with pytest.raises(ConfigurationError, match="bytes"):
                 handles.add("a", wrong)
@@ -113,7 +122,7 @@ class TestAdd:
 
     @pytest.mark.parametrize("error", DEFINITE, ids=lambda error: type(error).__name__)
     def test_definitely_not_done(self, world, error):
-        """The new state is discarded and the error is raised. Adding again succeeds."""
+        """If a write was certainly not applied, the new state is discarded. Adding again succeeds."""
         handles, arm = failing(world, error)
         arm()
         with pytest.raises(type(error)):
@@ -125,7 +134,7 @@ class TestAdd:
     @pytest.mark.parametrize("when", ["before", "after"])
     @pytest.mark.parametrize("error", UNKNOWN, ids=lambda error: type(error).__name__)
     def test_unknown_outcome(self, world, error, when):
-        """Nothing is discarded. If the write was done, the state exists; if not, a sweep removes it."""
+        """After an unknown outcome, nothing is discarded. A sweep removes the new state if it was not added."""
         handles, arm = failing(world, error, when)
         arm()
         with pytest.raises(type(error)):
@@ -152,13 +161,13 @@ class TestAdd:
 
     @pytest.mark.parametrize("error", DEFINITE[:-1], ids=lambda error: type(error).__name__)
     def test_a_failed_repetition_does_not_settle_the_first_write(self, world, error):
-        """After an unknown outcome, nothing is discarded until a response about the first write settles it."""
+        """After an unknown outcome, the state is kept even if the repeated write certainly failed."""
         handles, arm = failing(world, PossiblyInconsistentError("lost"), "after")
         state = handles.prepare(b"1")
         arm()
         with pytest.raises(PossiblyInconsistentError):
             handles.add("a", state)
-        handles._store._moment = lambda method, when, arguments=(): (
+        handles._store._on_step = lambda method, when, arguments=(): (
             (_ for _ in ()).throw(error) if method == "transact" else None
         )
         with pytest.raises(type(error)):
@@ -166,7 +175,7 @@ class TestAdd:
         assert world.assert_clean() == {"a": b"1"}
 
     def test_repeated_after_a_removal(self, world):
-        """The state was added once, so repeating the write does not bring it back after its removal."""
+        """Repeating an add that was applied does not restore the handle if it was removed since then."""
         handles, arm = failing(world, PossiblyInconsistentError("lost"), "after")
         state = handles.prepare(b"1")
         arm()
@@ -179,7 +188,7 @@ class TestAdd:
 
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_repeated_in_a_new_session(self, world, when):
-        """The repetition also works when the session of the first write has ended."""
+        """A prepared state can be added again after the session of the first attempt has ended."""
         handles, arm = failing(world, PossiblyInconsistentError("lost"), when)
         state = handles.prepare(b"1")
         arm()
@@ -190,9 +199,9 @@ class TestAdd:
         assert world.assert_clean() == {"a": b"1"}
 
     def test_additional_operations(self, world, handles):
-        """Further operations are part of the transaction.
+        """Additional operations are part of the transaction of an add.
 
-        If one does not fit, nothing is done, and the conflict names it.
+        If one of them conflicts, nothing is written, and the error has its index.
         """
         world.observer.ensure("other")
         handles.add("a", b"1", also=[Create("other/a", b"x"), Check("other", 0)])
@@ -205,7 +214,7 @@ class TestAdd:
         assert world.assert_clean() == {"a": b"1"}
 
     def test_add_to_a_marked_handle(self, world, handles):
-        """A removal that stopped halfway is finished first."""
+        """Adding a handle that is marked for removal first finishes the removal."""
         handles.add("a", b"old")
         world.observer.transact(Delete("jobs/a/locks"))
         handles.add("a", b"new")
@@ -213,8 +222,8 @@ class TestAdd:
         assert world.assert_clean() == {"a": b"new"}
 
     def test_add_to_a_marked_handle_that_cannot_be_deleted(self, world):
-        """The error is raised, and nothing is left of the new state. The next add succeeds."""
-        handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
+        """An `add` that cannot finish the removal of a marked handle raises, and leaves no new state."""
+        handles, arm = failing(world, StateStorageError("the disk is unavailable"), method="discard")
         handles.add("a", b"old")
         world.observer.transact(Delete("jobs/a/locks"))
         arm()
@@ -226,7 +235,7 @@ class TestAdd:
         assert world.assert_clean() == {"a": b"new"}
 
     def test_the_storage_fails(self, world):
-        """Nothing is in the store, and nothing hinders the next add."""
+        """If the storage fails, nothing is in the store, and the next add succeeds."""
         handles, arm = failing(world, StateStorageError("full"), "half", "write")
         arm()
         with pytest.raises(StateStorageError):
@@ -236,9 +245,9 @@ class TestAdd:
         assert world.assert_clean() == {"a": b"1"}
 
     def test_a_discard_that_fails_does_not_hide_the_error(self, world, handles):
-        """The raised error is the cause. A note on it names the state that is left, which a sweep removes."""
+        """If the discard also fails, the error of the add is raised, with a note on the state that a sweep removes."""
         handles.add("a", b"1")
-        other, arm = failing(world, StateStorageError("the disk is away"), method="discard")
+        other, arm = failing(world, StateStorageError("the disk is unavailable"), method="discard")
         arm()
         with pytest.raises(HandleExists) as caught:
             other.add("a", b"2")
@@ -247,25 +256,25 @@ class TestAdd:
         assert world.assert_clean() == {"a": b"1"}
 
     def test_swept_during_the_write(self, world):
-        """After each concurrent sweep the state is written again. A writer that never succeeds raises an error."""
+        """If a sweep runs during an add, the state is written again. A writer that never succeeds raises an error."""
         sweeps = []
 
-        def moment(method, when, arguments=()):
+        def on_step(method, when, arguments=()):
             if (method, when) == ("write", "after") and len(sweeps) < limit:
                 sweeps.append(world.sweep())
 
         limit = 3
-        world.handles(moment).add("a", b"1")
+        world.handles(on_step).add("a", b"1")
         assert [report.removed for report in sweeps] == [1, 1, 1]
         limit = 1000
         with pytest.raises(StoreUnavailable, match="sweeps or removals"):
-            world.handles(moment).add("b", b"1")
+            world.handles(on_step).add("b", b"1")
         assert world.assert_clean() == {"a": b"1"}
 
 
 class TestReplace:
     def test_compare_and_set(self, world, handles):
-        """With another version, nothing is changed and nothing left. The old state is removed after success."""
+        """`replace` removes the old state. With a wrong version, it changes nothing and leaves no new state."""
         handles.add("a", b"0")
         assert handles.replace("a", 0, b"1") == 1
         assert handles.replace("a", 1, b"2") == 2
@@ -278,7 +287,7 @@ class TestReplace:
         assert world.assert_clean() == {"a": b"2"}
 
     def test_missing_or_marked(self, world, handles):
-        """There is nothing to replace, and nothing is left."""
+        """Replacing a missing handle, or one marked for removal, raises HandleMissing and leaves no new state."""
         with pytest.raises(HandleMissing):
             handles.replace("a", 0, b"1")
         handles.add("a", b"0")
@@ -290,7 +299,7 @@ class TestReplace:
 
     @pytest.mark.parametrize("error", DEFINITE, ids=lambda error: type(error).__name__)
     def test_definitely_not_done(self, world, error):
-        """The old state stays, and the new one is discarded."""
+        """If a write was certainly not applied, the old state stays and the new state is discarded."""
         handles, arm = failing(world, error)
         handles.add("a", b"0")
         arm()
@@ -302,7 +311,7 @@ class TestReplace:
     @pytest.mark.parametrize("when", ["before", "after"])
     @pytest.mark.parametrize("error", UNKNOWN, ids=lambda error: type(error).__name__)
     def test_unknown_outcome(self, world, error, when):
-        """Both states stay until a sweep."""
+        """After an unknown outcome, the old and the new state both stay until a sweep."""
         handles, arm = failing(world, error, when)
         handles.add("a", b"0")
         arm()
@@ -313,7 +322,7 @@ class TestReplace:
 
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_repeating_a_prepared_state(self, world, when):
-        """The same prepared state is written once; the old state is then discarded."""
+        """Replacing with the same prepared state again writes it once, and discards the old state."""
         handles, arm = failing(world, PossiblyInconsistentError("lost"), when)
         handles.add("a", b"0")
         state = handles.prepare(b"1")
@@ -327,7 +336,7 @@ class TestReplace:
         assert world.assert_clean() == {"a": b"2"}
 
     def test_additional_operations(self, world, handles):
-        """Further operations are part of the transaction, as with `add`."""
+        """Additional operations are part of the transaction of a replace."""
         handles.add("a", b"0")
         with pytest.raises(StoreConflict) as caught:
             handles.replace("a", 0, b"1", also=[Check("nowhere")])
@@ -338,8 +347,8 @@ class TestReplace:
         assert world.assert_clean() == {"a": b"1"}
 
     def test_the_old_state_cannot_be_discarded(self, world, caplog):
-        """The handle is replaced, and a sweep removes the old state."""
-        handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
+        """If the old state cannot be discarded, the handle is still replaced. A sweep removes the old state."""
+        handles, arm = failing(world, StateStorageError("the disk is unavailable"), method="discard")
         handles.add("a", b"0")
         arm()
         assert handles.replace("a", 0, b"1") == 1
@@ -348,7 +357,7 @@ class TestReplace:
         assert world.assert_clean() == {"a": b"1"}
 
     def test_a_corrupt_handle_can_be_replaced(self, world, handles):
-        """A corrupt handle can be replaced by a good state."""
+        """A handle whose entry is corrupt can be replaced."""
         handles.add("a", b"0")
         world.observer.transact(Replace("jobs/a", b"rubbish", 0))
         assert handles.replace("a", 1, b"1") == 2
@@ -357,7 +366,7 @@ class TestReplace:
 
 class TestGet:
     def test_missing(self, handles):
-        """A missing handle has no state, no version and no lock."""
+        """`get` and `lock` of a missing handle raise HandleMissing. `release` and `clear` do nothing."""
         assert not handles.exists("a")
         for ask in (handles.get, handles.lock):
             with pytest.raises(HandleMissing, match="'a' does not exist in jobs"):
@@ -369,7 +378,7 @@ class TestGet:
         handles.clear()
 
     def test_marked(self, world, handles):
-        """A marked handle counts as missing."""
+        """A handle that is marked for removal counts as missing."""
         handles.add("a", b"1")
         handles.add("b", b"2")
         assert handles.exists("a")
@@ -391,9 +400,9 @@ class TestGet:
         assert unreadable == {}
 
     def test_unreadable_handles_do_not_affect_others(self, world, handles):
-        """Corrupt, truncated, longer and missing states, and entries of another format, give named errors.
+        """`get_all` returns an error for each handle whose state or entry is corrupt, missing or of a newer format.
 
-        Nothing is deleted.
+        It returns all other handles. A sweep deletes nothing of the unreadable handles.
         """
         for name in ("corrupt", "entry", "fine", "longer", "missing", "newer", "truncated", "typed", "outside"):
             handles.add(name, b"state of " + name.encode())
@@ -435,8 +444,8 @@ class TestGet:
         assert world.assert_clean() == {"fine": b"state of fine"}
 
     def test_the_store_fails(self, world):
-        """A failure of the store is not reported as a failure of a handle: it is raised, and no lock stays."""
-        handles, arm = failing(world, StoreUnavailable("away"), method="read")
+        """If the store fails, `get` and `get_all` raise the error, and keep no lock."""
+        handles, arm = failing(world, StoreUnavailable("unavailable"), method="read")
         handles.add("a", b"1")
         for ask in (lambda: handles.get("a", lock=True), lambda: handles.get_all(lock=True)):
             arm()
@@ -445,17 +454,17 @@ class TestGet:
             assert world.observer.children("jobs/a/locks") == []
 
     def test_replaced_during_a_read(self, world, handles):
-        """If the old state was discarded meanwhile, the new one is read. If the handle was removed, it is missing."""
+        """If a handle is replaced during a `get`, the new state is read. If it is removed, HandleMissing is raised."""
         handles.add("a", b"0")
         done = []
 
-        def moment(method, when, arguments=()):
+        def on_step(method, when, arguments=()):
             if (method, when) == ("read", "after") and len(done) == 3:
                 handles.replace("a", 0, b"1")
             if method == "read":
                 done.append(when)
 
-        assert world.handles(moment).get("a").data == b"1"
+        assert world.handles(on_step).get("a").data == b"1"
         done.clear()
 
         def removing(method, when, arguments=()):
@@ -468,20 +477,20 @@ class TestGet:
             world.handles(removing).get("a")
 
     def test_replaced_during_each_read(self, world, handles):
-        """A reader that never succeeds raises an error: there is no livelock."""
+        """A reader gives up with an error if the handle is replaced during each of its reads."""
         handles.add("a", b"0")
 
-        def moment(method, when, arguments=()):
+        def on_step(method, when, arguments=()):
             if (method, when) == ("read", "before"):
                 handles.replace("a", handles.get("a").version, b"x")
 
         with pytest.raises(StateStorageError, match="replaced 20 times"):
-            world.handles(moment).get("a")
+            world.handles(on_step).get("a")
 
 
 class TestLock:
     def test_a_lock_prevents_removal(self, world, handles):
-        """A handle in use stays complete. `remove` releases its own lock, and the last user can remove the handle."""
+        """A handle that another session has locked cannot be removed. `remove` releases its own session's lock."""
         handles.add("a", b"1", lock=True)
         other = world.handles()
         assert other.get("a", lock=True).data == b"1"
@@ -494,7 +503,7 @@ class TestLock:
         assert world.assert_clean() == {}
 
     def test_one_lock_per_session(self, world, handles):
-        """Two locks of one session are one lock, and a second release does nothing."""
+        """A second `lock` of the same session has no effect, and neither has a second `release`."""
         handles.add("a", b"1")
         assert handles.lock("a")
         assert not handles.lock("a")
@@ -504,7 +513,7 @@ class TestLock:
         assert world.handles().remove("a")
 
     def test_an_earlier_lock_stays_when_a_get_fails(self, world, handles):
-        """Only the lock that the failing call acquired is released."""
+        """A `get` that fails releases only a lock that it acquired itself."""
         handles.add("a", b"1", lock=True)
         state_path(world, "a").unlink()
         for ask in (lambda: handles.get("a", lock=True), handles.get_all):
@@ -516,7 +525,7 @@ class TestLock:
         assert world.observer.children("jobs/a/locks") == [handles._store.session]
 
     def test_a_lock_ends_with_its_session(self, world, handles):
-        """When the session of the lock has expired, another session can remove the handle."""
+        """When the session that holds a lock has expired, another session can remove the handle."""
         handles.add("a", b"1", lock=True)
         other = world.handles()
         with pytest.raises(HandleError):
@@ -526,8 +535,8 @@ class TestLock:
         assert world.assert_clean() == {}
 
     def test_release_all(self, world):
-        """All locks are released even when one release fails. The error is raised at the end."""
-        handles, arm = failing(world, StoreUnavailable("away"))
+        """If one release fails, all other locks are still released, and the error is then raised."""
+        handles, arm = failing(world, StoreUnavailable("unavailable"))
         for name in ("a", "b", "c"):
             handles.add(name, b"1", lock=True)
         arm()
@@ -538,14 +547,14 @@ class TestLock:
         assert world.handles().remove("a")
 
     def test_a_lock_does_not_prevent_replacing(self, world, handles):
-        """A lock means that the handle is in use. It does not restrict who may replace it."""
+        """A handle that another session has locked can be replaced. A lock prevents only removal."""
         handles.add("a", b"0", lock=True)
         assert world.handles().replace("a", 0, b"1") == 1
 
 
 class TestRemove:
     def test_removal_is_complete(self, world, handles):
-        """State, reference and locks are removed. A second call does nothing, and returns False."""
+        """`remove` removes the state, the reference and the locks. A second call does nothing and returns False."""
         handles.add("a", b"1", lock=True)
         assert handles.remove("a")
         assert world.files() == []
@@ -556,8 +565,8 @@ class TestRemove:
         assert world.assert_clean() == {"a": b"2"}
 
     def test_the_discard_fails(self, world):
-        """The handle is marked, and the error is raised. The next removal finishes it."""
-        handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
+        """If the state cannot be discarded, `remove` raises and the handle stays marked. A second call removes it."""
+        handles, arm = failing(world, StateStorageError("the disk is unavailable"), method="discard")
         handles.add("a", b"1")
         arm()
         with pytest.raises(StateStorageError):
@@ -569,7 +578,7 @@ class TestRemove:
         assert world.assert_clean() == {}
 
     def test_additional_operations_with_a_conflict(self, world, handles):
-        """Nothing is removed."""
+        """If an additional operation conflicts, nothing is removed."""
         handles.add("a", b"1")
         with pytest.raises(StoreConflict) as caught:
             handles.remove("a", also=[Create("x"), Check("nowhere")])
@@ -578,7 +587,7 @@ class TestRemove:
         assert world.assert_clean() == {"a": b"1"}
 
     def test_an_unreadable_entry(self, world, handles):
-        """`remove` removes the reference of an unreadable handle. Its state is swept."""
+        """`remove` removes the reference of an unreadable handle. A sweep removes its state."""
         handles.add("a", b"1")
         world.observer.transact(Replace("jobs/a", b"rubbish", 0))
         assert handles.remove("a")
@@ -586,8 +595,11 @@ class TestRemove:
         assert world.assert_clean() == {}
 
     def test_clear(self, world):
-        """All references are removed, even if the storage is unavailable. Handles in use stay. The states are swept."""
-        handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
+        """`clear` removes all references, without using the storage, except of handles that another session has locked.
+
+        A sweep removes the states.
+        """
+        handles, arm = failing(world, StateStorageError("the disk is unavailable"), method="discard")
         for name in ("a", "b", "c"):
             handles.add(name, b"1", lock=True)
         world.observer.transact(
@@ -608,7 +620,7 @@ class TestRemove:
 
 class TestSweep:
     def test_referenced_states_stay(self, world, handles):
-        """A sweep removes only states of these roots without a reference that are older than the grace period.
+        """A sweep removes only states without a reference that belong to the given roots and exceed the grace period.
 
         It also finishes removals that stopped halfway.
         """
@@ -631,7 +643,7 @@ class TestSweep:
         assert world.readable_data("results") == {"r": b"22"}
 
     def test_ages_use_the_clock_of_the_storage(self, world, handles):
-        """The age is the difference of two times of the storage's own clock."""
+        """A sweep determines the ages of states with the storage's own clock."""
         handles.add("a", b"1")
         reference = world.storage.write("orphan", b"333", world.folder())
         path = pathlib.Path(world.storage._folder) / reference.name
@@ -641,47 +653,47 @@ class TestSweep:
         assert len(world.files()) == 1
 
     def test_nothing_to_remove(self, world, handles):
-        """The generation advances only when there is something to remove."""
+        """A sweep that has nothing to remove does not advance the generation."""
         handles.add("a", b"1")
         before = world.observer.read(GENERATION)
         world.sweep()
         assert world.observer.read(GENERATION) == before
 
     def test_two_concurrent_sweeps(self, world, handles):
-        """A sweep continues when it meets another sweep."""
+        """Of two sweeps that run at the same time, both succeed."""
         handles.add("a", b"1")
         world.storage.write("orphan", b"333", world.folder())
         reports = []
 
-        def moment(method, when, arguments=()):
+        def on_step(method, when, arguments=()):
             if (method, when) == ("transact", "before") and not reports:
                 reports.append(None)
                 reports[0] = world.sweep()
 
-        report = world.sweep(moment)
+        report = world.sweep(on_step)
         assert (reports[0].removed, world.readable_data()) == (1, {"a": b"1"})
         assert not report.failed
 
     def test_failures_are_reported(self, world, handles):
-        """A state that cannot be deleted does not stop the deletion of the others."""
+        """If a state cannot be deleted, the sweep reports the failure and deletes the other states."""
         handles.add("a", b"1")
         world.observer.transact(Delete("jobs/a/locks"))
         for _ in range(2):
             world.storage.write("orphan", b"333", world.folder())
         failures = iter([True, False, True])
 
-        def moment(method, when, arguments=()):
+        def on_step(method, when, arguments=()):
             if (method, when) == ("discard", "before") and next(failures):
-                raise StateStorageError("the disk is away")
+                raise StateStorageError("the disk is unavailable")
 
-        report = world.sweep(moment)
+        report = world.sweep(on_step)
         assert report.removed == 1
         assert len(report.failed) == 2
         assert "jobs/a" in report.failed
         assert world.assert_clean() == {}
 
     def test_bad_input(self, world, handles):
-        """A negative grace, and a generation of a newer format or an invalid one, give named errors.
+        """A negative grace period, and a generation that is invalid or of a newer format, raise errors that name them.
 
         Nothing is removed.
         """
@@ -703,9 +715,9 @@ class TestSweep:
 
 
 def test_many_threads(world):
-    """Eight threads of two sessions add, replace, lock, read and remove, beside a sweeper.
+    """Eight threads with two sessions add, replace, lock, read and remove handles while another thread sweeps.
 
-    All states are complete, and nothing is left.
+    No operation finds an incomplete state, and no state is left at the end.
     """
     instances, errors = [world.handles(), world.handles()], []
     done = threading.Event()

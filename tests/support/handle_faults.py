@@ -1,7 +1,7 @@
 """Fault injection for the tests of state handles.
 
-Writers pause, die or fail at each of their steps, in every order. A *moment* is a point before, within or after a call
-of a store or a storage.
+Writers pause, die or fail at each of their steps, in every order. A *step* is a point before, within or after a call to
+a store or a storage.
 """
 
 import contextlib
@@ -26,38 +26,39 @@ FAR_FUTURE = 1e12
 
 
 class Killed(BaseException):
-    """The process died here. Nothing that it does later has an effect."""
+    """The process died here. Nothing that it does afterwards has an effect."""
 
 
 class Instrumented:
-    """A proxy of a store or a storage that calls `moment(method, when)` before and after each call.
+    """A proxy of a store or a storage that calls `on_step(method, when)` at each step.
 
-    The moment `half` is in the middle of writing a state. With `repeats`, the moment `lost` follows a transaction whose
-    response was lost: the proxy repeats the transaction, and accepts its own earlier success.
+    `when` is "before" or "after" the call, or "half" (in the middle of writing a state). If `repeats`, the response to
+    each transaction is lost: after the step "lost", the proxy repeats the transaction. If the repetition conflicts only
+    because the first one succeeded, it counts as a success.
     """
 
-    def __init__(self, target, moment, repeats=False):
-        self._target, self._moment, self._repeats = target, moment, repeats
+    def __init__(self, target, on_step, repeats=False):
+        self._target, self._on_step, self._repeats = target, on_step, repeats
 
     def __getattr__(self, name):
         found = getattr(self._target, name)
         if name not in ("ensure", "read", "children", "transact", "write", "discard", "names", "now", "close"):
             return found
 
-        return functools.partial(self._one, found, name)
+        return functools.partial(self._call, found, name)
 
-    def _one(self, found, name, *arguments):
-        self._moment(name, "before", arguments)
+    def _call(self, found, name, *arguments):
+        self._on_step(name, "before", arguments)
         if name == "write":
             try:
-                self._moment(name, "half")
+                self._on_step(name, "half")
             except BaseException:
                 hint, data, *folder = arguments
                 found(hint, data[: len(data) // 2], *folder)
                 raise
         result = found(*arguments)
         if name == "transact" and self._repeats:
-            self._moment(name, "lost")
+            self._on_step(name, "lost")
             try:
                 found(*arguments)
             except StoreConflict:
@@ -65,12 +66,12 @@ class Instrumented:
                 entries = [self._target.read(one.key) for one in written]
                 if [entry and entry.value for entry in entries] != [one.value for one in written]:
                     raise
-        self._moment(name, "after")
+        self._on_step(name, "after")
         return result
 
 
 class FaultAtStep:
-    """Counts moments. At moment number `at` it kills the process, or raises the error of `error(method, when)`."""
+    """Counts steps. At step number `at`, it kills the process, or raises what `error(method, when)` returns, if any."""
 
     def __init__(self, at=0, error=None):
         self.at, self.error = at, error
@@ -111,14 +112,15 @@ class World:
         self._expire(name)
 
     def expire_others(self):
-        """Ends all sessions but that of the observer."""
+        """Ends all sessions except the observer's."""
         for name in self._live - {self.observer.session}:
             self.expire(name)
 
-    def handles(self, moment=None, root=ROOT, repeats=False):
+    def handles(self, on_step=None, root=ROOT, repeats=False):
+        """Returns handles with a new session, whose calls to the store and the storage call `on_step`."""
         store, storage = self.session(), self.storage
-        if moment is not None:
-            store, storage = Instrumented(store, moment, repeats), Instrumented(storage, moment)
+        if on_step is not None:
+            store, storage = Instrumented(store, on_step, repeats), Instrumented(storage, on_step)
         return StateHandleStore(store, storage, root)
 
     def files(self):
@@ -126,21 +128,21 @@ class World:
         return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
     def readable_data(self, root=ROOT):
-        """Returns the data of each handle that is not marked. Raises if one of them cannot be read."""
+        """Returns the data of each handle that is not marked for removal. Asserts that all of them can be read."""
         found, unreadable = StateHandleStore(self.observer, self.storage, root).get_all()
         assert not unreadable
         return {handle.name: handle.data for handle in found}
 
-    def sweep(self, moment=None, grace=0, roots=(ROOT,)):
+    def sweep(self, on_step=None, grace=0, roots=(ROOT,)):
         store, storage = self.observer, self.storage
-        if moment is not None:
-            store, storage = Instrumented(store, moment), Instrumented(storage, moment)
+        if on_step is not None:
+            store, storage = Instrumented(store, on_step), Instrumented(storage, on_step)
         return sweep(store, storage, roots, grace, clock=lambda: FAR_FUTURE)
 
     def assert_clean(self):
-        """Asserts that, after a sweep, only referenced states are left and that all of them can be read.
+        """Sweeps, and asserts that only referenced states are left and that all of them can be read.
 
-        Returns the data of the handles.
+        Returns the data of each handle.
         """
         report = self.sweep()
         assert not report.failed
@@ -193,19 +195,19 @@ def real_world(folder, url):
 
 @contextlib.contextmanager
 def sqlite_world(folder):
-    """A world with a SQLite database beside the states."""
+    """A world with a SQLite store, whose database is next to the folder of the states."""
     with real_world(folder, f"sqlite://{folder}.db") as world:
         yield world
 
 
 class Schedule:
-    """Runs actors one step at a time, in a chosen order. Each actor is a thread that waits at each moment."""
+    """Runs actors one step at a time, in a chosen order. Each actor is a thread that waits at each of its steps."""
 
     def __init__(self):
         self._actors = []
 
     def start(self, function, switches=("before", "lost", "half")):
-        """Starts an actor, which calls `function` with its moment."""
+        """Starts an actor, which calls `function(on_step)` and waits at the steps whose `when` is in `switches`."""
         actor = _Actor(function, switches)
         self._actors.append(actor)
         return actor
@@ -232,14 +234,14 @@ class _Actor:
 
     def _run(self, function):
         try:
-            self.moment("", "before")
-            self.result = function(self.moment)
+            self.on_step("", "before")
+            self.result = function(self.on_step)
         except BaseException as error:
             self.error = error
         self.ended = True
         self._stopped.release()
 
-    def moment(self, method, when, arguments=()):
+    def on_step(self, method, when, arguments=()):
         if isinstance(self.raises, Killed):
             raise self.raises
         if when in self._switches:
@@ -253,7 +255,7 @@ class _Actor:
             raise error
 
     def step(self, raises=None):
-        """Runs the actor to its next moment, or raises an error where it waits."""
+        """Runs the actor to its next step. If `raises`, this error is raised in the actor where it is waiting."""
         self.raises = raises if raises is not None else self.raises
         self._go.release()
         assert self._stopped.acquire(timeout=30)
@@ -262,9 +264,10 @@ class _Actor:
 
 
 def explore_schedules(make_world, check, switches=None):
-    """Explores every order in which two actors can take their steps, or the orders with at most `switches` switches.
+    """Explores every order of the steps of two actors, or those with at most `switches` switches between the actors.
 
-    `check` is called after each step that may have changed something, and at the end. Returns the number of orders.
+    `check(world, schedule, ended)` is called after each step that may have changed something, and at the end of each
+    order. Returns the number of orders.
     """
     prefix, count = [], 0
     while True:

@@ -1,4 +1,4 @@
-"""An HDFS for tests: a real namenode and datanode in one process."""
+"""An HDFS for tests: a real namenode and a real datanode in one process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ JAR = Path(__file__).parents[2] / "build" / "hdfs.jar"
 
 @contextlib.contextmanager
 def hdfs(folder: Path) -> Iterator[pyarrow.fs.FileSystem]:
-    """Starts HDFS and yields an Arrow file system over WebHDFS: Arrow does not come with the native library."""
+    """Starts HDFS, and yields an Arrow file system that uses WebHDFS, because Arrow lacks the native HDFS library."""
     from fsspec.implementations.webhdfs import WebHDFS
 
-    assert JAR.exists(), "Hadoop's mini cluster is not there: build/sbt shim/hdfsJar (make setup does it)"
+    assert JAR.exists(), "Hadoop's mini cluster is missing: run `make setup` or `build/sbt shim/hdfsJar`"
     details, settings = folder / "details.json", folder / "settings.xml"
     classpath = f"{JAR}:{Path(pyspark.__file__).parent}/jars/*"
     options = ["-Xmx300m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
@@ -48,7 +48,7 @@ def hdfs(folder: Path) -> Iterator[pyarrow.fs.FileSystem]:
         try:
             yield pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(web))
         finally:
-            gc.collect()  # abandoned files are written when they are collected, which must happen while the server runs
+            gc.collect()  # garbage collection writes files that were not closed; for this, the server must still run
             web.session.close()
     finally:
         terminate(process)

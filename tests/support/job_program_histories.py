@@ -1,4 +1,4 @@
-"""Runs job programs in the simulation, with or without kills, until the job has ended."""
+"""Runs job programs in the simulation until the job has ended, with or without kills."""
 
 import contextvars
 import dataclasses
@@ -17,14 +17,14 @@ from stagecrew.recovery.run.execution import execute_run
 from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
 from stagecrew.session.running_job import set_running_job
-from support.job_programs import Runner, Scope, Tally
+from support.job_programs import Runner, Surroundings, Tally
 from support.model_store import ModelServer
-from support.simulated_jobs import PLACES, Killed, MemorySink
+from support.simulated_jobs import SINKS, Killed, MemorySink
 from support.simulated_spark import Dataset, ThreadScheduler, process
 
 JOB = "job"
-#: A job that has not ended after this many runs is lost.
-RUNS = 6
+#: A job that has not ended after this many runs without a kill has the outcome "lost".
+MAX_RUNS = 6
 
 
 class Sink(MemorySink):
@@ -61,7 +61,7 @@ class Sink(MemorySink):
 
 
 class World:
-    """The state that outlives a process: a store with one job, the storage, a sink, and logs and results of streams."""
+    """What outlives a process: a store with one job, the storage, a sink, and the logs and results of streams."""
 
     def __init__(self):
         self.server = ModelServer()
@@ -86,7 +86,7 @@ class World:
             self.scheduler.point(f"{moment} {type(operations[-1]).__name__} {operations[-1].key}")
 
     def run(self, program, seed, kill):
-        """Runs the job once: the run ends the job, or is lost."""
+        """Runs the job once in a new process, which is killed at point number `kill` unless this is None."""
         run = self.jobs.start_run(JOB, self.jobs.read(JOB), self.jobs.claim_version(JOB))
         session = self.server.session()
         self.scheduler = scheduler = ThreadScheduler(seed, kill)
@@ -96,7 +96,7 @@ class World:
 
             def call(_spec):
                 with process(scheduler, self.log, {"c": Tally} if "session" in str(program) else {}) as crew:
-                    return Runner(Ground(self, crew.context), crew).body(program, Scope())
+                    return Runner(SimulatedBackend(self, crew.context), crew).run_body(program, Surroundings())
 
             execute_run(claimed, False, call, lambda: "killed" if scheduler.dead else None, retry_timeout=0.0)
         except (Killed, StagecrewError):
@@ -107,8 +107,8 @@ class World:
             self.server.expire(session.session)
 
 
-class Ground:
-    """The simulated environment of a program. See `Runner`."""
+class SimulatedBackend:
+    """Runs the operations of a program in the simulation. See `Runner`."""
 
     def __init__(self, world, spark):
         self.world, self.spark = world, spark
@@ -139,12 +139,15 @@ class Outcome:
 
 
 def history(program, seed, *kills):
-    """Returns the outcome of a program whose runs are killed at these points, and the points of its first run."""
+    """Runs a program as a job. Run number n is killed at point number `kills[n - 1]`; later runs are not killed.
+
+    Returns the outcome of the job, and the names of the points of its first run.
+    """
     world = World()
     points = None
     logging.disable(logging.CRITICAL)
     try:
-        for kill in (*kills, *[None] * RUNS):
+        for kill in (*kills, *[None] * MAX_RUNS):
             contextvars.Context().run(world.run, program, seed, kill)
             points = points or world.points
             if world.jobs.read(JOB)[0].state.is_terminal:
@@ -153,7 +156,7 @@ def history(program, seed, *kills):
             return Outcome("lost", "", None, {}, {}, 0), points
     finally:
         logging.disable(logging.NOTSET)
-        del PLACES[world.sink.identity]
+        del SINKS[world.sink.identity]
     result = world.jobs.result(JOB)
     rows = {id_: sorted(row for part in parts for row in part) for id_, parts in world.sink.visible.items()}
     reason = re.sub(r"\b[0-9a-f]{12,32}\b", "<id>", result.reason)

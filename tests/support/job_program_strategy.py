@@ -1,30 +1,30 @@
-"""A Hypothesis strategy for programs. See `job_programs`."""
+"""A Hypothesis strategy for job programs. See `job_programs`."""
 
 import itertools
 
 from hypothesis import strategies as st
 
-from support.job_programs import NAMED
+from support.job_programs import SUPPORTS_NAMES
 
 
-class Place:
-    """Draws the statements of a body."""
+class Block:
+    """Draws the statements of a body. The other attributes describe the block of the program that has this body."""
 
     def __init__(self, draw, *, session):
         self.draw, self.session = draw, session
         self.numbers = itertools.count(1)
         self.topologies = 0
-        self.datasets = {}  # name -> whether an action leaves a trace
-        self.used = self.used_outside = set()  # names of steps and commits in this place, and outside of steps
+        self.datasets = {}  # name -> whether an action on the dataset changes a coordinator
+        self.used = self.used_outside = set()  # names of steps and commits in this block, and outside of all steps
         self.steps = self.commits = self.streams = self.threads = True
         self.depth = 0
-        self.in_home_thread = True  # this thread began the place
+        self.in_home_thread = True  # whether this thread began the block
         self.in_step = False
-        self.around_step = 0  # number of topologies around the step
-        self.remaining = itertools.count(MOST, -1)  # number of statements that may still be drawn
+        self.around_step = 0  # the number of topologies around the step
+        self.remaining = itertools.count(MAX_STATEMENTS, -1)  # how many statements can still be drawn
 
     def inside(self, **changes):
-        made = object.__new__(Place)
+        made = object.__new__(Block)
         made.__dict__ = self.__dict__ | {"datasets": dict(self.datasets), "depth": self.depth + 1} | changes
         return made
 
@@ -44,11 +44,12 @@ class Place:
                 break
         return tuple(made)
 
+    # Whether a statement of each kind can be drawn here. Some of these properties draw, to make a kind rarer.
     may_use = property(lambda self: self.session or self.topologies > 0)
     known = property(lambda self: sorted(self.datasets))
     may_act = property(lambda self: bool(self.known))
     may_nameless = property(
-        lambda self: NAMED and not self.in_home_thread and self.may_use and self.draw(st.booleans())
+        lambda self: SUPPORTS_NAMES and not self.in_home_thread and self.may_use and self.draw(st.booleans())
     )
     may_try_body = True
     may_raise_error = property(lambda self: self.draw(st.integers(0, 5)) == 5)
@@ -90,7 +91,7 @@ class Place:
         yield "step", name, inside.body()
 
     def step_with_dataset(self):
-        """A step with a dataset of its own."""
+        """Draws a step that creates a dataset and runs an action on it."""
         name, source = f"v{next(self.numbers)}", self.source()
         yield "step", self.name("s"), (("use", name, source), ("act", name, None))
 
@@ -108,17 +109,17 @@ class Place:
         outside = self.inside(**restricted, datasets=dict(untouched), steps=False, commits=False, in_home_thread=False)
         made = outside.body(2) if self.draw(st.booleans()) and (outside.may_use or outside.may_topology) else ()
         body = self.inside(**restricted, in_home_thread=True).body()
-        # If the topology does not wrap the function, the query's thread is in no step. That is allowed only if no
-        # topology outside the step has coordinators.
+        # If the topology does not wrap the function, the query's thread is in no step. This is allowed only if the
+        # statement is in no step, or if no session or topology outside the step has coordinators.
         is_apart = not self.in_step or (not self.session and not self.around_step)
         wrapped = self.topologies > 0 and not (is_apart and self.draw(st.booleans()))
         broken = self.draw(st.integers(0, count - 1)) if not made and self.draw(st.booleans()) else None
         yield "stream", name, count, wrapped, broken, made, body
 
     def branches(self):
-        """Threads with steps, each in a topology of its own; or threads with uses and without steps."""
+        """Draws threads that run steps, each in its own topology, or threads that use operators without steps."""
         changes = {"threads": False, "in_home_thread": False}
-        if not self.topologies:  # nothing wraps these threads, so they are in no step
+        if not self.topologies:  # no topology wraps the functions of these threads, so they are in no step
             changes["used"] = self.used_outside
         count = self.draw(st.integers(2, 3))
         if not self.session and not self.topologies and self.steps:
@@ -136,7 +137,7 @@ class Place:
         yield ("raise",)
 
 
-#: Each kind of statement as often as its weight, with the depth down to which it is drawn.
+#: The kinds of statements, each repeated according to its weight, and the depth down to which each can be drawn.
 KINDS = [
     *[("use", 9)] * 3,
     *[("act", 9)] * 7,
@@ -145,12 +146,11 @@ KINDS = [
     *[("topology", 0), ("topology", 2)],
     *[("commit", 9), ("stream", 2), ("branches", 2), ("raise_error", 9), ("nameless", 9), ("try_body", 1)],
 ]
-#: The maximal number of statements in a program.
-MOST = 20
+#: The maximum number of statements in a program.
+MAX_STATEMENTS = 20
 
 
 @st.composite
 def programs(draw):
-    """A program whose results do not depend on the order in which its threads run."""
-    place = Place(draw, session=draw(st.booleans()))
-    return place.body()
+    """Draws a program whose results do not depend on the order in which its threads run."""
+    return Block(draw, session=draw(st.booleans())).body()

@@ -1,25 +1,26 @@
-"""Programs of jobs, and their interpreter, which runs in the simulation or with real Spark.
+"""A small language for test jobs, and its interpreter, which runs them in the simulation or with real Spark.
 
 A program is a tuple of statements. Each statement is a tuple:
 
     ("topology", name, body)         runs the body inside a topology that has an operator of its own
     ("step", name, body)             runs the body as `job.step`
     ("stream", name, n, wrapped, broken, outside, body)
-                                     runs a query of n batches. Its `foreachBatch` function, which the topology wraps
-                                     or not, runs the body `outside`, and then `body` in `job.batch`. In each process,
-                                     the first run of batch number `broken` fails at its end, and the query starts again
+                                     runs a query of n batches. For each batch, its `foreachBatch` function runs the
+                                     body `outside`, and then runs `body` inside `job.batch`. If `wrapped`, the
+                                     function is wrapped by `topology.wrap`. In each process, the first run of batch
+                                     number `broken` raises after its body, and the query is restarted
     ("try", body)                    runs the body, and catches the program's own error
     ("threads", bodies)              runs each body in a thread of its own
     ("use", variable, source)        creates a dataset from a source: ("session", numbers), ("topology", numbers),
                                      ("outer", numbers) for the outermost topology, or ("splits", label, n)
-    ("nameless", variable, source)   like "use", without the name that it needs because another thread has begun the
-                                     place: an error
+    ("nameless", variable, source)   like "use", but omits the required name (another thread began the enclosing
+                                     block), so this raises an error
     ("act", variable, n)             runs an action: all rows, or the first n
     ("commit", name, source)         creates a dataset and commits it
     ("raise",)                       raises the program's own error
 
-A body returns the results of its statements. A name is used once in a program, except for names of steps and
-topologies, which are used once in a place.
+A body returns the results of its statements. Names are unique in a program, except that names of steps and topologies
+are unique only within their enclosing block.
 """
 
 import dataclasses
@@ -31,12 +32,12 @@ from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.operator import Operator
 from stagecrew.recovery.jobs.job import current_job
 
-#: Whether uses can be named.
-NAMED = "name" in inspect.signature(Operator.map).parameters
+#: Whether `Operator.map` accepts a name.
+SUPPORTS_NAMES = "name" in inspect.signature(Operator.map).parameters
 
 
 class Tally(Coordinator):
-    """Sums the numbers of tasks, which arrive as events and as requests, and the resets of subtasks.
+    """Adds up the numbers that tasks send in events and requests, and adds 100 for each reset of a subtask.
 
     The reply to a request is the sum so far.
     """
@@ -64,7 +65,7 @@ class Tally(Coordinator):
 
 
 def add_number(gateway, batches):
-    """Adds the task's number, one half by an event and the other by a request, and yields the reply."""
+    """Sends half of the task's number in an event and the rest in a request, and yields the reply."""
     assert next(gateway.events()) == "go"
     for batch in batches:
         (number,) = batch.column("v").to_pylist()
@@ -73,22 +74,23 @@ def add_number(gateway, batches):
 
 
 class Broken(Exception):
-    """The error of a broken batch, which is raised once in each process."""
+    """The error that a broken batch raises, once in each process."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Scope:
-    """The place of a statement: the topologies around it with their operators, and its datasets.
+class Surroundings:
+    """What surrounds a statement: the enclosing topologies with their operators, and the datasets so far.
 
-    A use needs a name if its thread has not begun the innermost topology, step or batch (not `in_home_thread`), or if
-    that holds for a topology around it and the operator was created outside that topology. Operators are counted
-    from the outside, the application's first: those with an index below `foreign_operators` need a name.
+    A use must be named in two cases. First, its thread did not begin the innermost topology, step or batch (then
+    `in_home_thread` is false). Second, this is true of an enclosing topology, and the operator was created outside that
+    topology. Operators are counted from the outermost, the application's being 0. Uses of operators below
+    `first_local_operator` are the second case.
     """
 
     topologies: tuple = ()
     datasets: dict = dataclasses.field(default_factory=dict)
     in_home_thread: bool = True
-    foreign_operators: int = 0
+    first_local_operator: int = 0
     suffix: str = ""
 
     def within(self, **changes):
@@ -98,102 +100,105 @@ class Scope:
 class Runner:
     """Runs a program in one process.
 
-    `ground` is the environment, in which real Spark and the simulation differ: `run_threads(calls)`;
-    `numbers(values)`, a dataset with one number in each partition; `stream(name, count, f)`, a query; `sink(name)`;
-    and `write(key, value)`, which stores a value outside the process.
+    `backend` has the operations that real Spark and the simulation implement differently: `run_threads(calls)`;
+    `numbers(values)`, which creates a dataset with one number in each partition; `stream(name, count, f)`, which runs a
+    query that calls `f(number)` for each batch; `sink(name)`; and `write(key, value)`, which stores a value outside the
+    process.
     """
 
-    def __init__(self, ground, crew):
-        self.ground, self.crew, self.job = ground, crew, current_job()
+    def __init__(self, backend, crew):
+        self.backend, self.crew, self.job = backend, crew, current_job()
 
-    def body(self, statements, scope):
+    def run_body(self, statements, surroundings):
         results = []
         for kind, *rest in statements:
-            if (result := getattr(self, f"_{kind}")(scope, *rest)) is not None:
+            if (result := getattr(self, f"_{kind}")(surroundings, *rest)) is not None:
                 results.append(result)
         return results
 
-    def _topology(self, scope, name, body):
+    def _topology(self, surroundings, name, body):
         with self.crew.topology(name) as topology:
             operator = topology.coordinate("o", Tally)
-            around = (*scope.topologies, (topology, operator))
-            foreign_operators = scope.foreign_operators if scope.in_home_thread else len(around)
-            return self.body(
-                body, scope.within(topologies=around, in_home_thread=True, foreign_operators=foreign_operators)
+            around = (*surroundings.topologies, (topology, operator))
+            first_local = surroundings.first_local_operator if surroundings.in_home_thread else len(around)
+            return self.run_body(
+                body, surroundings.within(topologies=around, in_home_thread=True, first_local_operator=first_local)
             )
 
-    def _step(self, scope, name, body):
-        return self.job.step(name, lambda: self.body(body, scope.within(in_home_thread=True)))
+    def _step(self, surroundings, name, body):
+        return self.job.step(name, lambda: self.run_body(body, surroundings.within(in_home_thread=True)))
 
-    def _stream(self, scope, name, count, wrapped, broken, outside_body, body):
+    def _stream(self, surroundings, name, count, wrapped, broken, outside_body, body):
         failing = [broken]
 
         def inside(number):
-            results = self.body(body, scope.within(in_home_thread=True))
+            results = self.run_body(body, surroundings.within(in_home_thread=True))
             if failing == [number]:
                 failing.clear()
                 raise Broken
             return results
 
-        def batch(number):
-            outside = self.body(outside_body, scope.within(in_home_thread=False, suffix=f"-{number}"))
+        def foreach_batch(number):
+            outside = self.run_body(outside_body, surroundings.within(in_home_thread=False, suffix=f"-{number}"))
             results = self.job.batch(name, number, lambda: inside(number))
-            self.ground.write(f"{name}-{number}", [outside, results])
+            self.backend.write(f"{name}-{number}", [outside, results])
 
-        called = scope.topologies[-1][0].wrap(batch) if wrapped else batch
+        function = surroundings.topologies[-1][0].wrap(foreach_batch) if wrapped else foreach_batch
         try:
-            self.ground.stream(name, count, called)
+            self.backend.stream(name, count, function)
         except Exception as error:
             if "job_programs.Broken" not in f"{type(error).__module__}.{type(error).__name__}: {error}":
                 raise
-            self.ground.stream(name, count, called)
+            self.backend.stream(name, count, function)
         self.job.after_stream(name)
 
-    def _try(self, scope, body):
+    def _try(self, surroundings, body):
         try:
-            return self.body(body, scope.within())
+            return self.run_body(body, surroundings.within())
         except ValueError as error:
             return str(error)
 
-    def _threads(self, scope, bodies):
+    def _threads(self, surroundings, bodies):
         def branch(body):
-            return lambda: self.body(body, scope.within(in_home_thread=False))
+            return lambda: self.run_body(body, surroundings.within(in_home_thread=False))
 
-        wrap = scope.topologies[-1][0].wrap if scope.topologies else lambda f: f
-        return self.ground.run_threads([wrap(branch(body)) for body in bodies])
+        wrap = surroundings.topologies[-1][0].wrap if surroundings.topologies else lambda f: f
+        return self.backend.run_threads([wrap(branch(body)) for body in bodies])
 
-    def _use(self, scope, variable, source):
-        known_from = {"session": 0, "outer": 1}.get(source[0], len(scope.topologies))
-        is_placed = scope.in_home_thread and known_from >= scope.foreign_operators
-        named = {} if is_placed or not NAMED else {"name": f"{variable}{scope.suffix}"}
-        scope.datasets[variable] = self._made(scope, source, named)
+    def _use(self, surroundings, variable, source):
+        operator_index = {"session": 0, "outer": 1}.get(source[0], len(surroundings.topologies))
+        needs_no_name = surroundings.in_home_thread and operator_index >= surroundings.first_local_operator
+        name_argument = {} if needs_no_name or not SUPPORTS_NAMES else {"name": f"{variable}{surroundings.suffix}"}
+        surroundings.datasets[variable] = self._make_dataset(surroundings, source, name_argument)
 
-    def _nameless(self, scope, variable, source):
-        scope.datasets[variable] = self._made(scope, source, {})
+    def _nameless(self, surroundings, variable, source):
+        surroundings.datasets[variable] = self._make_dataset(surroundings, source, {})
 
-    def _made(self, scope, source, named):
+    def _make_dataset(self, surroundings, source, name_argument):
         kind, *rest = source
-        topology, operator = scope.topologies[-1] if scope.topologies else (None, None)
+        topology, operator = surroundings.topologies[-1] if surroundings.topologies else (None, None)
         if kind == "splits":
             label, count = rest
             splits = [f"{label}{number}" for number in range(count)]
-            return topology.splits(splits, lambda split: [pa.record_batch({"s": [split]})], "s string", 2, **named)
+            return topology.splits(
+                splits, lambda split: [pa.record_batch({"s": [split]})], "s string", 2, **name_argument
+            )
         if kind in ("session", "outer"):
-            operator = self.crew.operator("c") if kind == "session" else scope.topologies[0][1]
-        return operator.map(self.ground.numbers(*rest), add_number, "v long", **named)
+            operator = self.crew.operator("c") if kind == "session" else surroundings.topologies[0][1]
+        return operator.map(self.backend.numbers(*rest), add_number, "v long", **name_argument)
 
-    def _act(self, scope, variable, limit):
-        dataset = scope.datasets[variable] if limit is None else scope.datasets[variable].limit(limit)
+    def _act(self, surroundings, variable, limit):
+        dataset = surroundings.datasets[variable] if limit is None else surroundings.datasets[variable].limit(limit)
         rows = [row[0] for row in dataset.collect()]
         if rows and isinstance(rows[0], str):  # the order of splits is not guaranteed
             return sorted(rows) if limit is None else [len(rows), *sorted({row.rstrip("0123456789") for row in rows})]
         return max(rows)
 
-    def _commit(self, scope, name, source):
-        topology, _ = scope.topologies[-1]
-        self._use(scope, name, source)
-        sink = self.ground.sink(f"{name}-{'text' if source[0] == 'splits' else 'number'}")
-        return topology.commit(scope.datasets.pop(name), sink, name=name).rows
+    def _commit(self, surroundings, name, source):
+        topology, _ = surroundings.topologies[-1]
+        self._use(surroundings, name, source)
+        sink = self.backend.sink(f"{name}-{'text' if source[0] == 'splits' else 'number'}")
+        return topology.commit(surroundings.datasets.pop(name), sink, name=name).rows
 
-    def _raise(self, scope):
+    def _raise(self, surroundings):
         raise ValueError("the program's own error")

@@ -8,11 +8,11 @@ from pyspark.sql import SparkSession
 
 import stagecrew
 from stagecrew.operators.sinks import ParquetSink
-from support.job_programs import Runner, Scope, Tally
+from support.job_programs import Runner, Surroundings, Tally
 
 
-class Ground:
-    """The environment of a program with real Spark. See `Runner`."""
+class SparkBackend:
+    """Runs the operations of a program with real Spark. See `Runner`."""
 
     def __init__(self, spark, folder):
         self.spark, self.folder = spark, folder
@@ -48,7 +48,7 @@ class Ground:
 
 
 def run(folder, program):
-    """The function of the job: runs a program."""
+    """The job's function: runs a program, and returns its result."""
     coordinators = {"c": Tally} if "session" in str(program) else {}
     spark = stagecrew.configure(SparkSession.builder, coordinators=coordinators).getOrCreate()
-    return Runner(Ground(spark, folder), stagecrew.crew(spark)).body(program, Scope())
+    return Runner(SparkBackend(spark, folder), stagecrew.crew(spark)).run_body(program, Surroundings())

@@ -1,4 +1,4 @@
-"""A file in which processes record events, and listeners and tasks that write to it."""
+"""A file in which processes record events, and listeners and task functions that write to this file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pyspark import cloudpickle
 import stagecrew
 from support.waiting import eventually
 
-# Executors do not have the tests: the definitions of this module are pickled by value.
+# Executors cannot import the tests, so the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @dataclasses.dataclass
 class Journal:
-    """A file to which several processes append lines. Each line is one write, so lines never mix."""
+    """A file to which several processes append lines. Each line is written in one call, so lines never mix."""
 
     path: str
 
@@ -44,7 +44,7 @@ class Journal:
 
 
 class Recorder(stagecrew.Listener):
-    """Records each call. `fail` names hooks that raise; `hang` names a hook that never returns."""
+    """Records each call. `fail` names hooks that raise. `hang` names a hook that never returns."""
 
     def __init__(
         self, journal: Journal, name: str = "recorder", fail: tuple[str, ...] = (), hang: str = "", **attributes: Any
@@ -53,7 +53,7 @@ class Recorder(stagecrew.Listener):
         for key, value in attributes.items():
             setattr(self, key, value)
 
-    def _called(self, hook: str, **fields: Any) -> None:
+    def _record(self, hook: str, **fields: Any) -> None:
         main = threading.current_thread() is threading.main_thread()
         self.journal.write(event=hook, listener=self.name, main=main, **fields)
         if hook in self.fail:
@@ -65,18 +65,18 @@ class Recorder(stagecrew.Listener):
             import ctypes
 
             libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
-            for _ in range(2):  # the second call waits forever, and Python runs no signal handler until it returns
+            for _ in range(2):  # the second call never returns, so Python runs no signal handler any more
                 libc.pthread_mutex_lock(mutex)
 
     def open(self, context: stagecrew.ListenerContext) -> None:
-        self._called("open", topology=context.topology, executor=context.executor)
+        self._record("open", topology=context.topology, executor=context.executor)
 
     def close(self, context: stagecrew.ListenerContext) -> None:
-        self._called("close", topology=context.topology, executor=context.executor)
+        self._record("close", topology=context.topology, executor=context.executor)
 
     @contextlib.contextmanager
     def decorate(self, task: stagecrew.Task) -> Iterator[None]:
-        self._called("enter", topology=task.topology, attempt=task.attempt, stage=task.stage, partition=task.partition)
+        self._record("enter", topology=task.topology, attempt=task.attempt, stage=task.stage, partition=task.partition)
         error: BaseException | None = None
         try:
             yield
@@ -84,13 +84,13 @@ class Recorder(stagecrew.Listener):
             error = raised
             raise
         finally:
-            self._called(
+            self._record(
                 "leave", topology=task.topology, attempt=task.attempt, error=type(error).__name__ if error else None
             )
 
 
 def recording_body(journal: Journal, name: str = "body", seconds: float = 0.0) -> Callable[[Any], Iterator[Any]]:
-    """Returns a function for `mapPartitions` that records its run and returns its input."""
+    """Returns a function for `mapPartitions` that records its beginning and its end, and passes its input on."""
 
     def run(rows: Any) -> Iterator[Any]:
         from pyspark import TaskContext
@@ -108,14 +108,14 @@ def recording_body(journal: Journal, name: str = "body", seconds: float = 0.0) -
 
 
 def rendezvous(path: str, name: str, count: int, until: str = "") -> Callable[[Any], Iterator[Any]]:
-    """Returns a function for `mapPartitions` that ends when `how_many` tasks run it and the file `until` exists."""
+    """Returns a function for `mapPartitions` that waits until `count` tasks run it and the file `until` exists."""
 
     def run(rows: Any) -> Iterator[Any]:
         log = Journal(path)
         log.write(event="body", name=name)
         eventually(lambda: len(log.read(event="body", name=name)) >= count, 60, f"{count} tasks run {name}")
         if until:
-            eventually(lambda: os.path.exists(until), 60, f"{name} may end")
+            eventually(lambda: os.path.exists(until), 60, f"{until} exists, so that {name} can end")
         yield os.getpid()
 
     return run

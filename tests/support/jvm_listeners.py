@@ -1,4 +1,4 @@
-"""A user's jar with JVM listeners."""
+"""Compiles JVM listeners into a jar, as a user would."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pyspark
 
 import stagecrew
 
-#: A user's JVM listener, which writes a line for each call to the file `spark.test.journal`. Filled in are its name,
-#: and a further statement of its `open`.
+#: A JVM listener that appends a line for each call to the file named in `spark.test.journal`. The placeholders are the
+#: name of the class and an additional statement for its `open`.
 JAVA = """
 public class %s implements stagecrew.TopologyListener {
   private void log(String event, stagecrew.TopologyContext context) throws Exception {
@@ -30,7 +30,7 @@ public class %s implements stagecrew.TopologyListener {
 
 
 def compile_jvm_listeners(folder: Path) -> str:
-    """Compiles a jar with two JVM listeners: `Noting`, and `Failing`, whose `open` throws."""
+    """Compiles a jar with two JVM listeners, `Noting` and `Failing`, and returns its path. `Failing.open` throws."""
     sources = []
     for name, statement in (("Noting", ""), ("Failing", 'throw new IllegalStateException("no such pool");')):
         source = folder / f"{name}.java"

@@ -1,4 +1,4 @@
-"""Trials of the sinks that can run on a local disk."""
+"""Trials of the sinks that can write to a local disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from support.commit_trials import SCHEMA, Trial, files_below, watch_files, watch
 class _LikeHdfs(LocalFileSystem):
     """A file system whose renames behave like those of HDFS.
 
-    A rename to an existing folder moves into it. A rename to an existing file does nothing and reports no error.
+    A rename to an existing folder moves the source into this folder. A rename to an existing file does nothing and
+    raises no error.
     """
 
     def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
@@ -58,7 +59,7 @@ def parquet(tmp_path: Path) -> Trial:
     def visible():
         if not target.exists():
             return []
-        assert (target / "_stagecrew.json").exists(), "the folder exists, but it is not complete"
+        assert (target / "_stagecrew.json").exists(), "the folder exists, but is incomplete"
         return rows_of(pyarrow.dataset.dataset(str(target), exclude_invalid_files=True))
 
     def leftovers():
@@ -170,13 +171,13 @@ SINKS = [parquet, appended, objects, sqlite, iceberg]
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A small file system on `folder`. Needs root."""
+    """Mounts a file system of the given size on `folder`. Needs root."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
     try:
         yield folder
     finally:
-        gc.collect()  # connections that tests did not close
+        gc.collect()  # closes connections that tests left open, because otherwise umount fails
         subprocess.run(["umount", str(folder)], check=True)
 
 

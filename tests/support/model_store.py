@@ -1,4 +1,4 @@
-"""A coordination store in memory, with the contract's guarantees, into which tests can inject faults."""
+"""An in-memory coordination store that fulfils the stores' contract and into which tests can inject faults."""
 
 import itertools
 import threading
@@ -11,18 +11,17 @@ from stagecrew.recovery.stores.validation import check_transaction, ensure_entri
 class ModelServer:
     """The state that all sessions share.
 
-    `fault(session, operations, moment)` is called before and after each transaction.
-
-    An error that it raises "before" replaces the transaction: nothing is done. An error "after" replaces the response:
-    the transaction is done.
+    `fault(session, operations, moment)` is called before and after each transaction. If it raises at the moment
+    "before", the transaction is not applied. If it raises at the moment "after", the transaction was applied, and the
+    error replaces the response.
     """
 
     def __init__(self):
         self.entries = {}
         self.lock = threading.RLock()
-        self.log = []  # (session, operations) of each finished transaction
+        self.log = []  # (session, operations) of each applied transaction
         self.fault = lambda session, operations, moment: None
-        self.on_transaction = lambda operations: None  # called with each finished transaction
+        self.on_transaction = lambda operations: None  # called after each applied transaction
         self.on_read = lambda session, key: None  # called before each read
         self._numbers = itertools.count(1)
         self.live = set()
@@ -33,7 +32,7 @@ class ModelServer:
         return ModelStore(self, name)
 
     def expire(self, name):
-        """Ends a session, as a store does when it has lost contact with the client."""
+        """Ends a session, as a store does when it has lost contact with a client."""
         with self.lock:
             self.live.discard(name)
             for key in [key for key, entry in self.entries.items() if entry.session == name]:
@@ -44,14 +43,14 @@ class ModelServer:
             entries = dict(self.entries)
             versions = []
             for index, operation in enumerate(operations):
-                versions.append(self._one(entries, session, index, operation))
+                versions.append(self._apply_one(entries, session, index, operation))
             self.entries = entries
             self.log.append((session, operations))
             self.on_transaction(operations)
             return versions
 
     @staticmethod
-    def _one(entries, session, index, operation):
+    def _apply_one(entries, session, index, operation):
         def conflict(why):
             return StoreConflict(f"{operation}: {why}", index, why)
 
@@ -81,7 +80,7 @@ class ModelServer:
 
 
 class ModelStore:
-    """One session."""
+    """One session with a `ModelServer`."""
 
     timeout = None
 
@@ -91,14 +90,14 @@ class ModelStore:
 
     @property
     def suspended(self):
+        """Whether the session knows that its connection is down."""
         return self._suspended or self.session not in self.server.live
 
     @suspended.setter
     def suspended(self, value):
-        """Whether the session knows that its connection is down."""
         self._suspended = value
 
-    def _alive(self):
+    def _check_alive(self):
         if self.session not in self.server.live:
             raise SessionLost(f"{self.session} has expired")
 
@@ -108,14 +107,14 @@ class ModelStore:
     def read(self, key):
         checked_key(key)
         self.server.on_read(self.session, key)
-        self._alive()
+        self._check_alive()
         with self.server.lock:
             return self.server.entries.get(key)
 
     def children(self, key):
         checked_key(key)
         self.server.on_read(self.session, key)
-        self._alive()
+        self._check_alive()
         with self.server.lock:
             return sorted(
                 other[len(key) + 1 :]
@@ -125,9 +124,9 @@ class ModelStore:
 
     def transact(self, *operations):
         check_transaction(operations)
-        self._alive()
+        self._check_alive()
         self.server.fault(self.session, operations, "before")
-        self._alive()
+        self._check_alive()
         versions = self.server.apply(self.session, operations)
         self.server.fault(self.session, operations, "after")
         return versions
@@ -136,8 +135,8 @@ class ModelStore:
         self.server.expire(self.session)
 
 
-#: The errors that a fault may raise, by its moment.
+#: The errors that `ModelServer.fault` can raise at each moment.
 FAULTS = {
-    "before": [StoreUnavailable("the store is away"), PossiblyInconsistentError("the request was lost")],
+    "before": [StoreUnavailable("the store is unavailable"), PossiblyInconsistentError("the request was lost")],
     "after": [PossiblyInconsistentError("the response was lost")],
 }

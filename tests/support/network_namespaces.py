@@ -1,4 +1,4 @@
-"""A simulated host that vanishes: a network namespace on this host. Needs root."""
+"""Simulates a host that vanishes, with a network namespace on this host. Needs root."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _CLONE_NEWNET = 0x40000000
 
 
 class OtherHost:
-    """Another host, with a proxy to a server on this host.
+    """A simulated host with a proxy to a server on the real host.
 
-    After `vanish` nothing arrives from it, not even TCP acknowledgements.
+    After `vanish`, nothing arrives from the simulated host, not even TCP acknowledgements.
     """
 
     def __init__(self, name: str, our_address: str, proxy: Proxy) -> None:
@@ -35,17 +35,17 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
 
 
-def _listening(name: str, address: str) -> socket.socket:
-    """Opens a socket in the other network: a thread enters the namespace, opens the socket and ends."""
+def _listening_socket(name: str, address: str) -> socket.socket:
+    """Opens a listening socket in a network namespace. For this, a thread enters the namespace."""
     found: list[socket.socket] = []
 
-    def listens() -> None:
+    def listen() -> None:
         with Path("/var/run/netns", name).open("rb") as network:
             if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"network {name} cannot be entered")
         found.append(socket.create_server((address, 0)))
 
-    thread = threading.Thread(target=listens)
+    thread = threading.Thread(target=listen)
     thread.start()
     thread.join(30)
     return found[0]
@@ -53,7 +53,7 @@ def _listening(name: str, address: str) -> socket.socket:
 
 @contextlib.contextmanager
 def other_host(port: int) -> Iterator[OtherHost]:
-    """Creates another host with a proxy to the server on this port."""
+    """Creates a simulated host with a proxy to the server on this port of the real host."""
     pid = os.getpid()
     name, our_link, their_link = f"stagecrew-{pid}", f"sc{pid}h", f"sc{pid}t"
     block = f"198.18.{pid // 64 % 256}"  # a range that is reserved for network tests
@@ -67,5 +67,5 @@ def other_host(port: int) -> Iterator[OtherHost]:
         _ip("link", "set", our_link, "up")
         _ip("-n", name, "addr", "add", f"{their_address}/30", "dev", their_link)
         _ip("-n", name, "link", "set", their_link, "up")
-        proxy = cleanup.enter_context(Proxy(port, _listening(name, their_address)))
+        proxy = cleanup.enter_context(Proxy(port, _listening_socket(name, their_address)))
         yield OtherHost(name, our_address, proxy)

@@ -1,4 +1,4 @@
-"""Fakes for operators without Spark: a topology, a connection to executors that drops all frames, and a coordinator."""
+"""Fakes for testing operators without Spark: a topology, a connection that drops all frames, and a coordinator."""
 
 import stagecrew
 
@@ -24,14 +24,14 @@ class FakeTopology:
     is_active = True
 
     def streaming_query(self):
-        """No query runs."""
+        """Returns None, because no streaming query is running."""
 
     def cancel_failed(self, cause):
         raise cause
 
 
 class TextCoordinator(stagecrew.Coordinator):
-    """A coordinator whose state is a text."""
+    """A coordinator whose state is a string."""
 
     def __init__(self, context, instances):
         super().__init__(context)

@@ -1,4 +1,4 @@
-"""A PostgreSQL server for tests: a new database cluster on a free loopback port, which is deleted at the end."""
+"""A PostgreSQL server for tests, with a temporary database cluster and a free loopback port."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A running server. `url` contains the password, like a user's URL; `pid` is the postmaster's."""
+    """A running server. `url` contains the password, as a user's URL does. `pid` is the postmaster's process id."""
 
     url: str
     password: str
@@ -51,9 +51,9 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def postgresql() -> Iterator[Server]:
-    """Starts a server with a user `crew` who has a random password. Stops it by its process id."""
+    """Runs a server with a user `crew` who has a random password. Stops the server and deletes its data at the end."""
     programs = _programs()
-    # PostgreSQL refuses to run as root; its package has created a user.
+    # PostgreSQL refuses to run as root. Its package has created a user `postgres`.
     as_user = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.geteuid() == 0 else {}
     folder = Path(tempfile.mkdtemp(prefix="stagecrew-postgresql-"))
     password = secrets.token_hex(16)
@@ -82,7 +82,7 @@ def postgresql() -> Iterator[Server]:
             _wait_until_it_responds(url, server, folder / "server.log")
             yield Server(url, password, port, server.pid, folder)
         finally:
-            # fast shutdown: the server ends all sessions and closes its files properly
+            # SIGINT is PostgreSQL's fast shutdown: the server ends all sessions and closes its files properly.
             server.send_signal(signal.SIGINT)
             try:
                 server.wait(DEADLINE)

@@ -1,4 +1,4 @@
-"""Processes and ports of this host."""
+"""Helpers for processes and ports of this host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from pyspark import cloudpickle
 
-# Executors do not have the tests: the definitions of this module are pickled by value.
+# Executors cannot import the tests, so the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def terminate(process: subprocess.Popen[Any], seconds: float = 10) -> None:
-    """Terminates a process that a test started, and kills it if it does not end in time."""
+    """Terminates a process that a test started. Kills the process if it does not end in time."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -44,6 +44,6 @@ def is_alive(pid: int) -> bool:
 
 
 def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
-    """Sends a signal to a process that the Spark of a test started. An ended process is ignored."""
+    """Sends a signal to a process that a test's Spark application started. Does nothing if the process has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal_number)

@@ -16,12 +16,12 @@ from support.waiting import eventually
 
 @contextlib.contextmanager
 def s3_server():
-    """Starts a server, and yields a file system on it and the URI of an existing bucket.
+    """Starts a server, and yields an Arrow file system of this server and the URI of a folder in an existing bucket.
 
-    The server is a separate process, because Arrow holds Python's lock while it finishes an upload.
+    The server runs in a separate process, because Arrow holds the GIL while it finishes an upload.
     """
     port = free_port()
-    log = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
+    log = tempfile.TemporaryFile()  # noqa: SIM115 (it stays open as long as the process runs)
     process = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdin=subprocess.DEVNULL, stdout=log, stderr=log,

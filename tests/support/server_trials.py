@@ -1,4 +1,4 @@
-"""Trials of sinks at PostgreSQL and at S3."""
+"""Trials of the sinks that write to PostgreSQL and to S3."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def s3_trial(s3_filesystem, folder, number):
             return []
         return [(row["id"], row["text"]) for row in table.to_pylist()]
 
-    def left():
+    def leftovers():
         infos = s3_filesystem.get_file_info(pyarrow.fs.FileSelector(path, recursive=True, allow_not_found=True))
         try:
             known = set(read_committed(path, s3_filesystem).files)
@@ -65,7 +65,7 @@ def s3_trial(s3_filesystem, folder, number):
         lambda: ObjectSink(path, s3_filesystem),
         commit_log,
         visible,
-        left,
+        leftovers,
         watch_files,
         lambda: files_below(s3_filesystem, path),
     )

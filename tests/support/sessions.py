@@ -1,4 +1,4 @@
-"""Spark sessions for tests: small and quick, one at a time."""
+"""Spark sessions for tests: small and quick to start, one at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 
 import stagecrew
 
-# Executors do not have the tests: the definitions of this module are pickled by value.
+# Executors cannot import the tests, so the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 LOCAL = "local[2,4]"
@@ -23,28 +23,28 @@ STANDALONE = "standalone"
 #: Where `make` puts the archive of Spark's classes. See archive_classes.py.
 ARCHIVE = Path(__file__).parents[2] / "build" / "spark-classes.jsa"
 
-#: Options for the JVMs of short sessions, which mostly start: with one compiler, and without verifying Spark's own
-#: classes, they start in half the time. (`make demo`, the shim's suites and the benchmarks use the options of a user's
-#: JVM.)
+#: Options for the JVMs of short sessions, which spend most of their time starting. With only one JIT compiler and
+#: without bytecode verification, they start in half the time. (`make demo`, the shim's suites and the benchmarks use
+#: the options that a user's JVM has.)
 PLAIN_JVM_OPTIONS = (
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
 )
 
-#: The same, with the class archive. A JVM that cannot use the archive starts without it, and logs nothing.
+#: The same options, with the class archive. A JVM that cannot use the archive starts without it, and logs nothing.
 QUICK_JVM_OPTIONS = (
     f"{PLAIN_JVM_OPTIONS} -XX:SharedArchiveFile={ARCHIVE} -Xshare:auto -Xlog:disable -Xlog:all=error:stderr"
 )
 
 
 def slots(master: str) -> int:
-    """Returns how many tasks run at the same time on a master."""
+    """Returns how many tasks can run at the same time with this master."""
     if cluster := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
         return int(cluster[1]) * int(cluster[2])
     return 2 if master.startswith("local[") else 4
 
 
 class Sessions:
-    """Keeps one session at a time in this process. Returns the same session for the same arguments."""
+    """Keeps at most one session in this process. Returns the same session for the same arguments."""
 
     def __init__(self) -> None:
         self._key: Any = None
@@ -56,7 +56,7 @@ class Sessions:
         key = (master, tuple(map(id, listeners)), jvm_listeners, tuple(sorted(conf.items())))
         if self._key != key or self._spark is None or self._spark.sparkContext._jsc is None:
             self.stop()
-            # Settings with which the JVM starts stay defaults of later sessions, so the JVM starts without any.
+            # The settings with which the JVM starts become defaults for all later sessions, so start it without any.
             SparkContext._ensure_initialized()
             builder = session_builder(master)
             for name, value in conf.items():
@@ -72,7 +72,7 @@ class Sessions:
 
 
 def master_with_free_cores(name: str, request: Any, sessions: Sessions) -> str:
-    """Returns the master for a driver of the test's own. On the standalone cluster all cores are free for it."""
+    """Returns the master URL for a driver that the test starts itself. On the standalone cluster, frees all cores."""
     if name != STANDALONE:
         return name
     sessions.stop()
@@ -80,7 +80,7 @@ def master_with_free_cores(name: str, request: Any, sessions: Sessions) -> str:
 
 
 def session_builder(master: str) -> SparkSession.Builder:
-    """Returns a builder for quiet and small sessions."""
+    """Returns a builder for small sessions that log little."""
     return (
         SparkSession.builder.master(master)
         .appName("stagecrew tests")
@@ -95,5 +95,5 @@ def session_builder(master: str) -> SparkSession.Builder:
     )
 
 
-#: The path of the package in tracebacks of workers and agents.
+#: The path of the package as it appears in tracebacks of workers and agents.
 PACKAGE_IN_JAR = f"{Path(stagecrew.jar_path()).name}/stagecrew/"

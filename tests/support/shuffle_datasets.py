@@ -1,4 +1,4 @@
-"""Small datasets with shuffles, and what their shuffles have stored, for the tests of partitions."""
+"""For the tests of partitions: small datasets with shuffles, and what these shuffles have stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.spark_storage import block_folders, map_outputs, private_field, shu
 
 
 def stored_since(spark, tmp_path, stored_before):
-    """Shuffle files and outputs that were added after `stored_before` was taken."""
+    """Returns the shuffle files and map outputs that were added after `stored_before` was recorded."""
     now = map_outputs(spark)
     return set(shuffle_files(spark, tmp_path)) - stored_before[0], {
         s: n for s, n in now.items() if s not in stored_before[1]
@@ -20,7 +20,7 @@ def stored_since(spark, tmp_path, stored_before):
 
 
 def grouped_frame(spark, rows=1000, parts=4):
-    """A DataFrame with one shuffle: the sums of ids by key."""
+    """Returns a DataFrame with one shuffle: the sums of ids by key."""
     return spark.range(0, rows, 1, parts).groupBy((f.col("id") % 7).alias("k")).agg(f.sum("id").alias("s"))
 
 
@@ -29,7 +29,7 @@ def rows(dataset):
 
 
 def summed_rdd(spark, parts=4):
-    """An RDD with one shuffle: the sums by key in `EXPECTED`."""
+    """Returns an RDD with one shuffle: the sums by key, which `EXPECTED` contains."""
     return spark.sparkContext.parallelize(range(100), parts).map(lambda n: (n % 5, n)).reduceByKey(operator.add)
 
 
@@ -50,7 +50,7 @@ def sql_settings(spark, settings):
 
 
 def drop(spark, crew, shuffles):
-    """Unregisters outputs from the tracker through the code that runs at the end of a topology."""
+    """Unregisters map outputs from Spark's tracker, with the code that runs at the end of a topology."""
     to_scala = spark.sparkContext._jvm.org.apache.spark.api.python.PythonUtils.toSeq
     private_field(crew.connection.facade, "crew").partitions().drop(to_scala(shuffles))
     assert not set(map_outputs(spark)) & set(shuffles)

@@ -1,9 +1,9 @@
 """Simulates drivers and runs of jobs in one process.
 
-Everything is real but Spark, the processes, and the store (in memory).
+Everything is real except Spark, the processes, and the store, which is in memory.
 
-Before and after each transaction, the running driver or run can be paused while others act, or killed. The entries of a
-killed one stay in the store until the store ends its session later.
+Before and after each transaction, the driver or run that made it can be killed, or paused while others act. The
+ephemeral entries of a killed driver or run stay in the store until the store ends its session later.
 """
 
 import collections
@@ -36,28 +36,28 @@ from stagecrew.session.running_job import set_running_job
 from support.model_store import ModelServer
 
 SCHEMA = pa.schema([("id", pa.int64())])
-retry._PAUSE = 0.0  # only the clock of the world advances
+retry._PAUSE = 0.0  # real time does not matter, only the clock of the world
 reconciler_module._PRUNE_PERIOD, reconciler_module._PRUNED_PER_PASS = 5.0, 1
 
 
 class Killed(BaseException):
-    """The running driver or run was killed here."""
+    """The driver or run that is acting was killed here."""
 
 
 class Deleted(BaseException):
-    """A decided commit was deleted. This is permanent, and no error that a driver retries."""
+    """A decided commit was deleted. Not an `Exception`, so that no driver or run catches it."""
 
 
 class MemorySink:
-    """An idempotent sink in memory. It is pickled by its name, and its content outlives all drivers."""
+    """An idempotent sink in memory. Unpickling returns the same object, so its content outlives all drivers."""
 
     def __init__(self, name):
         self.identity = name
         self.visible, self.staged = {}, {}
-        PLACES[name] = self
+        SINKS[name] = self
 
     def __reduce__(self):
-        return _place, (self.identity,)
+        return _sink_named, (self.identity,)
 
     def begin(self, staging):
         self.staged[staging.run] = []
@@ -75,21 +75,22 @@ class MemorySink:
         self.staged.pop(staging.run, None)
 
 
-PLACES = {}
+#: All sinks by name.
+SINKS = {}
 
 
-def _place(name):
-    return PLACES[name]
+def _sink_named(name):
+    return SINKS[name]
 
 
 class World:
-    """A random history of one seed."""
+    """The store, the storage, and all drivers and runs of a random history, which the seed determines."""
 
     def __init__(self, seed, jobs=2, faults=40):
         self.random = random.Random(seed)
         self.server = ModelServer()
         self.server.fault = self._moment
-        self.server.on_transaction = self._done
+        self.server.on_transaction = self._count_pruned_jobs
         self.filesystem = filesystem = pyarrow.fs._MockFileSystem()  # in memory: no disk is used
         filesystem.create_dir("states")
         self.storage = StateStorage("states", filesystem)
@@ -100,22 +101,22 @@ class World:
         self.current = None
         self.drivers = []
         self.processes = []
-        self.dead_sessions = []  # sessions of killed processes that the store has not ended yet
+        self.dead_sessions = []  # sessions of killed drivers and runs that the store has not ended yet
         self.sink = MemorySink(f"sink-{seed}")
-        self.ran = []  # (job, step, run) of each call of a step
-        self.stored = set()  # (job, life, step): a step in here must not run again
-        self.lives = collections.Counter()  # how often each job was pruned; a pruned id starts a new life
+        self.ran = []  # (job, step, run) of each execution of a step
+        self.stored = set()  # (job, life, step) of each durable step, which must not run again
+        self.lives = collections.Counter()  # how often each job was pruned, after which its id begins a new life
         self.keep = None  # the number of seconds after which a leader prunes ended jobs
         self.names = [f"job-{number}" for number in range(jobs)]
         self.submitted, self.cancelled = set(), set()
         self.final_states = {}  # final states by (job, life)
 
-    def _done(self, operations):
+    def _count_pruned_jobs(self, operations):
         for one in operations:
             if isinstance(one, Delete) and one.key in [f"jobs/{job}" for job in self.names]:
                 self.lives[one.key.removeprefix("jobs/")] += 1
 
-    # -- Faults at each moment of a transaction
+    # -- Faults before and after each transaction
 
     def _moment(self, session, operations, moment):
         if self.faults <= 0 or self.depth > 3:
@@ -128,7 +129,7 @@ class World:
             self.current.killed = True
             raise Killed
         if chance < 0.045:
-            raise PossiblyInconsistentError(f"lost {moment} it was done")
+            raise PossiblyInconsistentError(f"lost {moment} the transaction was applied")
         self.depth += 1
         interrupted = self.current
         try:
@@ -142,7 +143,7 @@ class World:
             raise Killed
 
     def act(self):
-        """Lets a random actor act."""
+        """Performs one random action: a driver or run acts, a user submits or cancels, a session ends, ..."""
         self.clock += self.random.choice([0.0, 0.3, 1.0, 5.0])
         choices = [self._submit, self._cancel, self._expire, self._kill, self._sweep, self._prune]
         choices += [driver.act for driver in self.drivers if not driver.busy and not driver.dead] * 3
@@ -202,7 +203,7 @@ class World:
     def _expire(self):
         if self.dead_sessions:
             self.server.expire(self.dead_sessions.pop(self.random.randrange(len(self.dead_sessions))))
-        elif self.random.random() < 0.2:  # of a live actor that is paused
+        elif self.random.random() < 0.2:  # end the session of a live actor that is paused
             for one in self.drivers + self.processes:
                 if one.busy and not one.dead:
                     self.server.expire(one.session.session)
@@ -228,7 +229,7 @@ class World:
     # -- The end of a history
 
     def turn(self, driver, seconds):
-        """Advances the clock. This driver and all processes act, and the sessions of killed actors end."""
+        """Advances the clock, lets this driver and all runs act, and ends the sessions of killed drivers and runs."""
         self.clock += seconds
         driver.act()
         for process in self.processes:
@@ -238,7 +239,7 @@ class World:
             self.server.expire(self.dead_sessions.pop())
 
     def settle(self, submit=True):
-        """Ends the history without further faults: one more driver finishes all jobs."""
+        """Ends the history without further faults: a new driver finishes all jobs. Returns its view of the jobs."""
         self.faults = 0
         self.keep = None
         for driver in self.drivers:
@@ -270,7 +271,7 @@ class _Acting:
 
 
 class Actor:
-    """Has a session. It is busy while it is within a call."""
+    """A driver or a run, with a session of its own. While it acts (or is paused while it acts), it is busy."""
 
     def __init__(self, world):
         self.world, self.session = world, world.server.session()
@@ -289,13 +290,13 @@ class Actor:
         except Killed:
             self.die()
         except StagecrewError:
-            self.die()  # drivers and runs also end themselves after such an error
+            self.die()  # real drivers and runs also exit after such an error
         finally:
             self.busy = False
 
 
 class SimDriver(Actor):
-    """Campaigns with the same transaction as a candidate, and reconciles jobs while it leads."""
+    """A driver. It campaigns with the same transaction as a real candidate, and reconciles jobs while it leads."""
 
     def __init__(self, world):
         super().__init__(world)
@@ -336,7 +337,7 @@ class SimDriver(Actor):
 
 
 class SimProcess(Actor):
-    """One run: does what `stagecrew.recovery.run` does, without Spark."""
+    """A run. It does what `stagecrew.recovery.run` does, but without Spark."""
 
     def __init__(self, world, run, term, finish):
         super().__init__(world)
@@ -379,14 +380,14 @@ class SimProcess(Actor):
         if self.killed:
             raise Killed
         if done:
-            assert (job, self.life) not in world.final_states, f"{job} has ended twice: {world.final_states}"
+            assert (job, self.life) not in world.final_states, f"{job} ended twice: {world.final_states}"
             world.final_states[job, self.life] = (
                 claimed.jobs.result(job).state if self.life == world.lives[job] else "pruned"
             )
-        self._leave(0 if done else 75)
+        self._exit(0 if done else 75)
 
     def _program(self, job):
-        """The code of the job: three steps, of which the second commits the result of the first."""
+        """The job's code. It runs three steps, and the second commits the result of the first."""
         text = job.step("make", lambda: self._step(job, "make"))
         self.stored("make")
 
@@ -408,27 +409,27 @@ class SimProcess(Actor):
         job.step("write", write)
         self.stored("write")
         if self.world.fails(job.id):
-            raise ValueError("as its code says")
+            raise ValueError("the job fails on purpose")
         return job.step("last", lambda: self._step(job, "last"))
 
     def stored(self, step):
-        """Records that the step is durable: no later run of this job may call it again."""
+        """Records that the step is durable, so that no later run of this job must execute it again."""
         self.world.stored.add((self.run.job, self.life, step))
 
     def _step(self, job, name):
         done = (job.id, self.life, name) in self.world.stored
-        assert not done, f"step {name} of {job.id} is durable, but runs again"
+        assert not done, f"step {name} of {job.id} is durable, but is running again"
         self.world.ran.append((job.id, name, job.attempt))
         return f"{name} by run {job.attempt}"
 
-    def _leave(self, code):
+    def _exit(self, code):
         self.code = code
         self.session.close()
         self.dead = True
 
 
 def assert_consistent(world):
-    """Asserts what holds at any time: a job that may run again has its spec, and a clean job has only its result."""
+    """Asserts what must always hold: a job that has not ended has a spec and no result, and a clean job has no spec."""
     jobs = FencedJobs(world.server.session(), world.storage, lambda: world.clock)
     records, unreadable = jobs.all()
     assert not unreadable
@@ -446,7 +447,7 @@ def assert_consistent(world):
 def assert_indexes_match(entries):
     """Asserts that the indexes of open and of ended jobs match the records.
 
-    A pruned job leaves only states, and a result that is marked.
+    A handle of a spec or a result whose job no longer exists must be marked for removal.
     """
     open_, ended = set(), collections.Counter()
     for key, entry in entries.items():
@@ -455,7 +456,7 @@ def assert_indexes_match(entries):
             try:
                 record = JobRecord.from_bytes(entry.value)
             except RecordUnreadable:
-                assert f"open/{job}" in entries  # a leader tries again
+                assert f"open/{job}" in entries  # so a later leader reads the record again
                 open_.add(job)
                 continue
             if record.clean:
@@ -473,24 +474,24 @@ def assert_indexes_match(entries):
 
 
 def assert_final_state(world, jobs):
-    """Asserts what must hold at the end of a history."""
+    """Asserts what must hold at the end of a history, after `settle`."""
     entries = world.server.entries
     for job in world.names:
         record, _ = jobs.read(job)
-        # Each job has ended, is clean, and has a result of its state.
+        # Each job has ended, is clean, and has a result with the same state.
         assert record.clean, (job, record)
         assert jobs.result(job).state == str(record.state)
-        # A job that was not cancelled has ended as its code does.
+        # A job that was not cancelled has failed if its code raises, and has succeeded otherwise.
         if job not in world.cancelled:
             assert str(record.state) == ("failed" if world.fails(job) else "succeeded"), (job, record)
-        # The rows of a job are visible once or not at all; those of a job that has succeeded are visible.
+        # The rows of a job that was not cancelled are visible.
         visible = world.sink.visible.get(f"{job}/write/sink")
         assert visible is not None or record.state == "cancelled", (job, record)
-        # A reference exists if and only if the next leader must recover the job.
+        # No references to the job's spec, steps or commits are left, because no leader must recover the job.
         assert f"specs/{job}" not in entries
         assert not [key for key in entries if key.startswith((f"jobs/{job}/steps/", f"jobs/{job}/commits/"))]
     assert not world.sink.staged, "staged data is left"
-    # After a sweep, only the results and the states of jobs that cannot run are left.
+    # After a sweep, only the results, and the states of jobs that cannot run, are left.
     others = [job for job in jobs.names() if job not in world.names]
     report = jobs.sweep(0.0, lambda: math.inf)
     assert bool(report.failed) <= bool(others), report

@@ -1,8 +1,8 @@
-"""Simulates Spark and the threads of one driver process. All of stagecrew's own code on driver and tasks is real.
+"""Simulates Spark and the threads of one driver process. All of stagecrew's own code in the driver and tasks is real.
 
 Threads run one at a time, in an order that the seed determines. A process can be killed at its *points*, which are
-counted from 1: before and after each store write, bind, message of a task, event and reply of a coordinator, call of a
-sink, and write of a stream's log.
+counted from 1. They are before and after each store write, bind, message from a task, event or reply to a task, call of
+a sink, and write of a stream's log or result.
 """
 
 import contextlib
@@ -27,23 +27,23 @@ from stagecrew.wire.frames import decode_all, encode
 from stagecrew.worker import evaluations
 from support.simulated_jobs import Killed
 
-#: State of the running thread: its turn (a lock), its task, and its local properties in Spark.
+#: The state of the current thread: its turn (a lock), its task, and its local properties in Spark.
 HERE = threading.local()
 TYPES = {"long": LongType(), "string": StringType()}
 
 
 class ThreadScheduler:
-    """Runs the threads of one process one at a time. At point number `kill` all of them end."""
+    """Runs the threads of one process, one at a time. At point number `kill`, all of them end."""
 
     def __init__(self, seed, kill=None):
         self.random, self.kill = random.Random(seed), kill
         self.points = []  # the names of all points so far
         self.dead = False
-        self.ready = [_held_lock()]  # for each thread that can run, the lock on which it waits
+        self.ready = [_held_lock()]  # for each thread that can run, the lock that it waits for until its turn
         HERE.turn = self.ready[0]
 
     def point(self, what, *, switches=True):
-        """A point: the process may be killed here, or switch to another of its threads."""
+        """Marks a point, at which the process can be killed, or switch to another of its threads."""
         if not self.dead:
             self.points.append(what)
             self.dead = len(self.points) == self.kill
@@ -56,9 +56,9 @@ class ThreadScheduler:
                 raise Killed
 
     def run_threads(self, calls):
-        """Runs each call in a thread of its own, and returns the results.
+        """Runs each call in a thread of its own, and returns the results in the order of the calls.
 
-        When all have ended, the first error in the order of the calls is raised.
+        If calls have failed, raises the error of the first of them in this order, once all calls have ended.
         """
         own_turn, found = HERE.turn, {}
 
@@ -90,14 +90,14 @@ class ThreadScheduler:
 
 
 def _held_lock():
-    """Returns a lock that is held."""
+    """Returns a new lock that is already held."""
     lock = threading.Lock()
     lock.acquire()
     return lock
 
 
 class Executor:
-    """The only executor: the connection of all its tasks, and the driver's connection to it.
+    """The only executor. It is both the connection of its tasks to the driver and the driver's connection to the tasks.
 
     Coordinators run while a task waits.
     """
@@ -124,7 +124,7 @@ class Executor:
 
     def send(self, frames):
         kinds = " ".join(frame.kind for frame in decode_all(frames) if frame.kind not in ("CREDIT_REQUEST", "CREDIT"))
-        if not kinds or self.scheduler.dead:  # a generator may be closed after its process was killed
+        if not kinds or self.scheduler.dead:  # generators can be closed after their process was killed
             return
         self.scheduler.point(f"before {kinds}")
         self.host.received("1", frames)
@@ -133,13 +133,13 @@ class Executor:
     def wait(self, found, seconds):
         self.run()
         if (result := found()) is None:
-            raise AssertionError("this task waits for something that never arrives")
+            raise AssertionError("this task is waiting for a frame that never arrives")
         return result
 
     # -- The threads and timers of the driver
 
     def run(self):
-        """Makes all pending calls of coordinators, and delivers their events."""
+        """Runs all pending calls of coordinators, and delivers the frames that coordinators send."""
         if self._running:
             return  # the outer call continues with the new work
         self._running = True
@@ -157,7 +157,7 @@ class Executor:
         raise AssertionError("no coordinator here uses a timer")
 
     def deliver(self, frame):
-        """Delivers a frame to a task. An event is in its mailbox at once, and is acknowledged."""
+        """Delivers a frame to a task. Events enter its mailbox immediately, and are acknowledged."""
         if (gateway := self.gateways.get(frame["evaluation"])) is None:
             return
         self.scheduler.point(f"before {frame.kind} to a task", switches=False)
@@ -169,7 +169,10 @@ class Executor:
 
 
 class Dataset:
-    """A DataFrame. Each action computes the partitions again with `make(number)`, in concurrent tasks."""
+    """A DataFrame. Each action computes the partitions again with `make(number)`.
+
+    `collect` without a limit computes them in concurrent tasks.
+    """
 
     def __init__(self, spark, count, make, schema):
         self.spark, self.partitions, self.make = spark, count, make
@@ -223,7 +226,7 @@ class Task:
 
 
 class Facade:
-    """The responses of the driver's JVM. No task of a closing topology is running."""
+    """The driver's JVM. It responds as if no task of a closing topology were running."""
 
     def __getattr__(self, name):
         responses = {"closeTimeoutMs": 1000, "activity": "{}", "report": '{"topologies": []}', "awaitEnd": True}
@@ -231,7 +234,7 @@ class Facade:
 
 
 class Spark:
-    """The context and the session of one process. `log` has the number of the last batch of each stream."""
+    """The SparkContext and the SparkSession of one process. `log` maps each stream to the number of its last batch."""
 
     master, environment, _python_includes, _jsc = "local[2]", {}, (), True
 
@@ -269,7 +272,7 @@ class Spark:
         return Dataset(self, partitions, make, "v long")
 
     def stream(self, name, batches, f):
-        """Runs a streaming query with `foreachBatch` to its end, starting after the last batch in Spark's log."""
+        """Runs a streaming query with `foreachBatch` to its end. It starts after the last batch in Spark's log."""
         properties = dict(HERE.properties)
 
         def run():
@@ -285,7 +288,7 @@ class Spark:
 
 @contextlib.contextmanager
 def process(scheduler, log, coordinators):
-    """A driver process with its session. Yields the crew."""
+    """Simulates a driver process with a Spark session. Yields the crew."""
     HERE.properties = {}
     spark = Spark(scheduler, log)
     bound = Operator.bound
@@ -303,7 +306,7 @@ def process(scheduler, log, coordinators):
             (functions, "spark_partition_id", lambda: None),
             (TaskContext, "get", lambda: HERE.task),
             (evaluations, "connected", lambda _: spark.executor),
-            (evaluations, "_FLUSH_DELAY", -1.0),  # messages are sent at once, and not by a thread of the gateway
+            (evaluations, "_FLUSH_DELAY", -1.0),  # the gateway sends messages immediately, not in a thread
             (operators, "Threads", lambda: spark.executor.threads),
             (Operator, "bound", bound_at_points),
         ]:

@@ -1,4 +1,4 @@
-"""Sinks on this host's disk and at servers, for tests with Spark."""
+"""For tests with Spark: sinks that write to this host's disk or to servers."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from stagecrew.files import list_files
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
 from support.journal import Journal
 
-# Executors do not have the tests: the definitions of this module are pickled by value.
+# Executors cannot import the tests, so the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROWS = [(number, f"text {number}") for number in range(40)]
 
 
 class SinkTarget:
-    """A sink, its visible rows, and the staged data that is left.
+    """Makes a sink, and inspects its visible rows and the staged data that is left.
 
-    `server` is a `postgres.Server` for "postgresql", and the file system that `s3_server` or `hdfs` yields for "s3" and
-    "hdfs".
+    For "postgresql", `server` is a `postgres.Server`. For "s3" and "hdfs", it is the file system that `s3_server` or
+    `hdfs` yields.
     """
 
     def __init__(self, name: str, folder: Path, server: Any = None) -> None:
         self.name, self.folder, self.server = name, folder, server
         self.conf: dict[str, str] = {}
-        self.own_name = f"own{uuid.uuid4().hex}"  # its table, or its folder at the server
+        self.own_name = f"own{uuid.uuid4().hex}"  # the name of its table or folder on the server
         if name == "postgresql":
             self._query(f'CREATE TABLE {self.own_name} (id BIGINT, "text" TEXT)')
         if name == "sqlite":
@@ -80,7 +80,7 @@ class SinkTarget:
             found = database.execute(text)
             return found.fetchall() if found.description else []
 
-    def _at_server(self) -> list[str]:
+    def _files_on_server(self) -> list[str]:
         folder = f"/{self.own_name}" if self.name == "hdfs" else f"bucket/{self.own_name}"
         return list_files(self.server, folder)
 
@@ -88,7 +88,7 @@ class SinkTarget:
         if self.name == "postgresql":
             return sorted(self._query(f"SELECT id, text FROM {self.own_name}"))
         if self.name in ("append", "hdfs"):
-            names = self._files("table") if self.name == "append" else self._at_server()
+            names = self._files("table") if self.name == "append" else self._files_on_server()
             filesystem = None if self.name == "append" else self.server
             found = [name for name in names if name.endswith(".parquet") and "/_" not in name]
             rows = [row for name in found for row in pq.ParquetFile(name, filesystem=filesystem).read().to_pylist()]
@@ -118,7 +118,7 @@ class SinkTarget:
         return load_catalog("default", **self.conf).load_table("db.target")
 
     def leftovers(self) -> list[str]:
-        """Returns staged data that is not visible."""
+        """Returns the names of staged files or tables that no committed data uses."""
         if self.name == "sqlite":
             with contextlib.closing(sqlite3.connect(self.folder / "data.db")) as database:
                 return [
@@ -130,12 +130,12 @@ class SinkTarget:
                 name for (name,) in self._query("SELECT relname FROM pg_class WHERE relname LIKE 'stagecrew_stage%'")
             ]
         if self.name in ("append", "hdfs"):
-            names = self._files("table") if self.name == "append" else self._at_server()
+            names = self._files("table") if self.name == "append" else self._files_on_server()
             return sorted(name for name in names if "/_" in name and not name.endswith("/_stagecrew.json"))
         if self.name == "parquet":
             return [path.name for path in self.folder.iterdir() if path.name.startswith("_stagecrew")]
         if self.name in ("objects", "s3"):
-            names = self._files("objects/data") if self.name == "objects" else set(self._at_server())
+            names = self._files("objects/data") if self.name == "objects" else set(self._files_on_server())
             names = {name for name in names if "/_stagecrew/" not in name}
             with contextlib.suppress(FileNotFoundError):
                 names -= set(self._committed().files)
@@ -148,8 +148,8 @@ def rows_of(spark: Any, parts: int = 4) -> Any:
     return spark.range(0, 40, 1, parts).select("id", f.format_string("text %d", "id").alias("text"))
 
 
-class Offered(dict[str, Any]):
-    """The message of an attempt. It calls `then` when the message has been offered and the result has not been sent."""
+class OfferedMessage(dict[str, Any]):
+    """The message of an attempt. Calls `then` after the message was offered, but before the task's result is sent."""
 
     then: Callable[[], None]
 
@@ -165,14 +165,14 @@ def recording_sink(
     offered: Callable[..., None] | None = None,
     staged: Callable[..., None] | None = None,
 ) -> Any:
-    """Returns the sink, with tasks that record their attempts, and append the attempt's number to each row.
+    """Returns the sink, changed so that tasks record their attempts and append the attempt's number to each text.
 
     The functions are called with (partition, attempt, number of earlier attempts at this partition): `before` when an
-    attempt has read all of its rows, `staged` when it has staged them, `offered` when it has offered them.
+    attempt has read all of its rows, `staged` when it has staged them, and `offered` when it has offered its message.
     """
     stage = type(sink).stage
 
-    class Telling(type(sink)):  # type: ignore[misc]
+    class RecordingSink(type(sink)):  # type: ignore[misc]
         def stage(self, staging: Any, partition: int, attempt: int, batches: Any) -> Any:
             context = TaskContext.get()
             assert context is not None
@@ -190,16 +190,16 @@ def recording_sink(
                 staged(*arguments)
             if offered is None or message is None:
                 return message
-            message = Offered(message)
+            message = OfferedMessage(message)
             message.then = lambda: offered(*arguments)
             return message
 
-    sink.__class__ = Telling
+    sink.__class__ = RecordingSink
     return sink
 
 
 def accepted_attempts(spark: Any, journal: Journal) -> set[int]:
-    """Returns the recorded attempts whose results Spark accepted."""
+    """Returns the ids of the recorded attempts whose results Spark accepted."""
     context = spark.sparkContext._jsc.sc()
     context.listenerBus().waitUntilEmpty()
     found = set()
@@ -211,7 +211,7 @@ def accepted_attempts(spark: Any, journal: Journal) -> set[int]:
 
 
 def attempts_by_partition(visible: list[tuple[int, str]]) -> dict[int, set[int]]:
-    """Returns the attempts that wrote the visible rows of each partition of `rows_of`."""
+    """Returns, for each partition of `rows_of`, the attempts that wrote its visible rows."""
     found: dict[int, set[int]] = {}
     for number, text in visible:
         found.setdefault(number // 10, set()).add(int(text.rsplit(" ", 1)[1]))

@@ -1,7 +1,7 @@
-"""The SPARK_HOME of the tests: links to the installed PySpark, and folders that Spark may write into.
+"""The SPARK_HOME of the tests: links to the installed PySpark, and folders that Spark can write into.
 
-Spark writes into its SPARK_HOME. For example, the Workers of a local-cluster master create the folders of their
-executors in `work`. Without a SPARK_HOME for tests, that would be a folder in site-packages.
+Spark writes into its SPARK_HOME. For example, with a local-cluster master, Workers create the folders of their
+executors in `work`. Without a separate SPARK_HOME for tests, `work` would be a folder in site-packages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def installed_pyspark() -> Path:
 
 
 def spark_home() -> str:
-    """Creates or updates the SPARK_HOME of the tests, and returns its path. Processes may call this concurrently."""
+    """Creates or updates the SPARK_HOME of the tests, and returns its path. Processes can call this concurrently."""
     installed = installed_pyspark()
     for name in ("bin", "jars", "sbin", "python/pyspark"):
         _link(HOME / name, installed / name)
@@ -49,7 +49,7 @@ def use_spark_home() -> None:
 
 @contextlib.contextmanager
 def unchanged_installation() -> Iterator[None]:
-    """Fails at the end if a file or folder was added to the installed PySpark. Python's bytecode caches are ignored."""
+    """Fails if the block adds a file or folder to the installed PySpark. Python's bytecode caches are ignored."""
     before = _files(installed_pyspark())
     yield
     added = sorted(_files(installed_pyspark()) - before)

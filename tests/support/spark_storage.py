@@ -17,27 +17,27 @@ from support.journal import rendezvous
 from support.sessions import slots
 from support.waiting import eventually
 
-# Executors do not have the tests: the definitions of this module are pickled by value.
+# Executors cannot import the tests, so the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 _FOLDERS: dict[tuple[str, frozenset[str]], set[str]] = {}
 
 
 def executor_ids(spark: SparkSession) -> list[str]:
-    """Returns the current executors; none on a local master."""
+    """Returns the ids of the current executors. The list is empty with a local master."""
     ids = spark.sparkContext._jsc.sc().getExecutorIds()
     return [ids.apply(i) for i in range(ids.size())]
 
 
 def block_folders(spark: SparkSession, path: Path) -> set[str]:
-    """Returns the folders in which the executors keep blocks. All executors run a task at the same time to find out."""
+    """Returns the folders in which the executors keep blocks. To find them, each executor runs a task."""
     context = spark.sparkContext
     local = context.master.startswith("local[")
     executors = [] if local else eventually(lambda: executor_ids(spark), 60, "an executor is registered")
     key = (context.applicationId, frozenset(executors))
     if key not in _FOLDERS:
         many = slots(context.master)
-        if context.master.startswith("local-cluster"):  # an executor may have left
+        if context.master.startswith("local-cluster"):  # some executors may have ended
             many = many * len(executors) // int(context.master[14 : context.master.index(",")])
         meet = rendezvous(str(path / uuid.uuid4().hex), "where", many)
 
@@ -50,17 +50,17 @@ def block_folders(spark: SparkSession, path: Path) -> set[str]:
 
 
 def shuffle_files(spark: SparkSession, path: Path, pattern: str = "shuffle_*") -> list[str]:
-    """Returns the names of shuffle files, or of files of another pattern, on the disks of the executors."""
+    """Returns the names of the shuffle files (or of the files that match `pattern`) on the executors' disks."""
     return sorted(file.name for file in paths(spark, path, pattern))
 
 
 def paths(spark: SparkSession, path: Path, pattern: str) -> list[Path]:
-    """Returns the files of a pattern on the disks of the executors."""
+    """Returns the paths of the files that match a pattern on the executors' disks."""
     return [file for folder in block_folders(spark, path) for file in Path(folder).glob(f"*/{pattern}")]
 
 
 def shuffle_bytes(spark: SparkSession, path: Path) -> int:
-    """Returns how many bytes the shuffle files take on the disks of the executors."""
+    """Returns how many bytes the shuffle files occupy on the executors' disks."""
     return sum(
         file.stat().st_size for folder in block_folders(spark, path) for file in Path(folder).glob("*/shuffle_*")
     )
@@ -79,7 +79,7 @@ def tracker(spark: SparkSession) -> Any:
 
 
 def map_outputs(spark: SparkSession) -> dict[int, int]:
-    """Returns the number of available map outputs per shuffle. Shuffles without any are left out."""
+    """Returns the number of available map outputs for each shuffle that has any."""
     owner = tracker(spark)
     shuffles = owner.shuffleStatuses().keysIterator()
     found = {}
@@ -92,7 +92,7 @@ def map_outputs(spark: SparkSession) -> dict[int, int]:
 
 @contextlib.contextmanager
 def without_spark_events(spark: SparkSession) -> Iterator[None]:
-    """The driver's crew receives no event of Spark during the body, as if the bus dropped them all."""
+    """Within the block, the driver's crew receives no Spark events, as if Spark's bus dropped all of them."""
     bus = spark.sparkContext._jsc.sc().listenerBus()
     (listener,) = [one for one in bus.listeners() if one.getClass().getName().endswith("stagecrew.driver.BusListener")]
     bus.removeListener(listener)
@@ -103,14 +103,17 @@ def without_spark_events(spark: SparkSession) -> Iterator[None]:
 
 
 def forget_executors(crew: Any, topology: str) -> None:
-    """No executor will be told that the topology ends."""
+    """Makes the driver forget all executors of a topology, so that none is notified when the topology ends."""
     one = private_field(private_field(crew.connection.facade, "crew"), "topologies").apply(topology)
     one.executors().clear()
     one.holders().clear()
 
 
 def cached_rdds(spark: SparkSession) -> set[int]:
-    """Returns the RDDs that have blocks according to the SparkContext. Spark may clean those without references."""
+    """Returns the ids of the RDDs that have blocks according to the SparkContext.
+
+    Spark may already have cleaned RDDs that nothing references.
+    """
     return {info.id() for info in spark.sparkContext._jsc.sc().getRDDStorageInfo() if info.numCachedPartitions() > 0}
 
 
@@ -130,7 +133,7 @@ def executed_plan(dataset: Any) -> str:
 
 
 def shuffle_handle(rdd: Any) -> str:
-    """Returns the class of the shuffle handle (which determines the writer) of an RDD's last shuffle in the JVM."""
+    """Returns the class name of the shuffle handle of an RDD's last shuffle. It determines the shuffle writer."""
     while True:
         dependency = rdd.dependencies().apply(0)
         if dependency.getClass().getSimpleName() == "ShuffleDependency":
@@ -139,7 +142,7 @@ def shuffle_handle(rdd: Any) -> str:
 
 
 def dropped_events(spark: SparkSession) -> int:
-    """Returns how many events Spark's bus has dropped on all of its queues."""
+    """Returns how many events all queues of Spark's bus have dropped."""
     counters = spark.sparkContext._jsc.sc().listenerBus().metrics().metricRegistry().getCounters()
     return sum(counters.get(name).getCount() for name in counters.keySet() if name.endswith("numDroppedEvents"))
 

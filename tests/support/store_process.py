@@ -1,4 +1,4 @@
-"""A process that opens a store and executes commands with its own session. Tests kill it, stop it, and race with it."""
+"""A process that opens a store and executes commands in its own session. Tests kill it, pause it, and race with it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ __all__ = ["StoreProcess"]
 
 
 class StoreProcess:
-    """Starts such a process and calls its store: `process("transact", ...)` returns or raises like the store's method.
+    """Starts such a process and calls its store.
 
-    A raised error has the class, arguments and attributes of the original error.
+    `process("transact", ...)` returns the result of the store's method, or raises an error with the class, arguments
+    and attributes of the error that the method raised.
     """
 
     def __init__(self, url: str, **environment: str) -> None:
@@ -26,7 +27,7 @@ class StoreProcess:
 
     @classmethod
     def start_without_waiting(cls, url: str):
-        """Starts a process without waiting until its store is open. `receive` then returns its session first."""
+        """Starts a process without waiting until its store is open. The first `receive` then returns its session."""
         process = cls.__new__(cls)
         process._start(url, {})
         return process
@@ -39,7 +40,7 @@ class StoreProcess:
         self.pid = self._process.pid
 
     def send(self, name, *arguments):
-        """Sends a command without waiting. The next call of `receive` returns the response."""
+        """Sends a command without waiting for the response, which a later `receive` returns."""
         print(base64.b64encode(pickle.dumps((name, arguments))).decode(), file=self._process.stdin, flush=True)
 
     def receive(self):
@@ -74,7 +75,7 @@ class StoreProcess:
 
 
 def _count(store, key, other):
-    """Counts up forever: writes each number to both entries in one transaction, then prints it."""
+    """Counts forever. Writes each number to both entries in one transaction, then prints the number."""
     from stagecrew.recovery.stores.contract import Replace
 
     number = store.read(key).version

@@ -1,4 +1,4 @@
-"""A TCP proxy to a server on this host, which can delay traffic and drop connections."""
+"""A TCP proxy for a server on this host. It can hold back traffic and drop connections."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class _Direction:
 
 
 class Proxy:
-    """A proxy to a server. It can hold back traffic in either direction, like a network that stalls."""
+    """A proxy for a server. It can hold back traffic in either direction, like a stalled network."""
 
     def __init__(self, port: int, listening: socket.socket | None = None) -> None:
         self._to = port
         self._listening = listening or socket.create_server(("127.0.0.1", 0))
         self.hosts = "{}:{}".format(*self._listening.getsockname())
         self._connections = []
-        #: Directions that are also held in new connections.
-        self._still = set()
+        #: The directions that are held back on new connections.
+        self._held = set()
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
@@ -51,28 +51,28 @@ class Proxy:
                 gates = {}
                 for name, source, target in (("to", client, server), ("from", server, client)):
                     gates[name] = threading.Event()
-                    if name not in self._still:
+                    if name not in self._held:
                         gates[name].set()
                     _Direction(source, target, gates[name])
                 self._connections.append((client, server, gates))
 
     def hold(self, *directions: str, new: bool = True) -> None:
-        """Holds back traffic `to` the server, or `from` it, on existing connections and, with `new`, on later ones."""
+        """Holds back the traffic "to" or "from" the server on existing connections and, if `new`, on later ones."""
         if new:
-            self._still.update(directions)
+            self._held.update(directions)
         for _, _, gates in self._connections:
             for name in directions:
                 gates[name].clear()
 
     def heal(self) -> None:
-        """Releases the held traffic, and ends all holds."""
-        self._still.clear()
+        """Releases the traffic that was held back, and holds back no more."""
+        self._held.clear()
         for _, _, gates in self._connections:
             for gate in gates.values():
                 gate.set()
 
     def cut(self) -> None:
-        """Drops all connections, with the traffic that was held back."""
+        """Drops all connections, together with the traffic that was held back."""
         for client, server, _ in self._connections:
             for end in (client, server):
                 with contextlib.suppress(OSError):

@@ -10,12 +10,12 @@ from typing import Any
 
 from pyspark import cloudpickle
 
-# Executors do not have the tests: the definitions of this module are pickled by value.
+# Executors cannot import the tests, so the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 20, what: str = "") -> Any:
-    """Waits until the condition is true, and returns its value. After the deadline it fails with the text `what`."""
+    """Waits until the condition is true, and returns its value. After `seconds`, raises AssertionError with `what`."""
     deadline = time.monotonic() + seconds
     while True:
         found = condition()

@@ -1,4 +1,4 @@
-"""For the tests of web pages: a browser that records errors, tables as a reader sees them, and themes."""
+"""For the tests of web pages: a browser that records errors, tables as a user sees them, and themes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def launch_browser(playwright: Playwright) -> Browser:
 
 @contextlib.contextmanager
 def checked_page(browser: Browser) -> Iterator[Page]:
-    """Opens a page, and asserts that there was no error, no dialog and no violation of the content security policy."""
+    """Opens a page. At the end, asserts that no error, dialog or violation of the content security policy occurred."""
     context = browser.new_context(viewport={"width": 1600, "height": 900})
     page = context.new_page()
     wrong: list[str] = []
@@ -63,7 +63,7 @@ def set_theme(page: Page, theme: str = "dark") -> None:
 
 
 def table_rows(page: Page, table: str) -> list[dict[str, str]]:
-    """Returns the cells of each row by their header, as a reader sees them."""
+    """Returns the cells of each row by column header, as a user sees them."""
     # The header of the sorted column ends with an arrow.
     names = [header.strip(" \u25be\u25b4\u00a0\n") for header in page.locator(f"#{table} thead th").all_inner_texts()]
     return [

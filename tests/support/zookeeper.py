@@ -1,4 +1,4 @@
-"""ZooKeeper servers for tests, from PySpark's jars."""
+"""ZooKeeper servers for tests, started from the jars of PySpark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SMALL = [
     "-XX:TieredStopAtLevel=1",
     "-Dzookeeper.admin.enableServer=false",
 ]
-#: In milliseconds. Session timeouts are 2 to 20 ticks.
+#: The length of a tick in milliseconds. ZooKeeper allows session timeouts of 2 to 20 ticks.
 TICK = 500
 
 
@@ -41,7 +41,7 @@ def _free_ports(count):
 
 
 class Server:
-    """One server. Its data survive a kill, until `zookeeper` or `ensemble` ends."""
+    """One server. Its data survives a kill, and is deleted when `zookeeper` or `ensemble` ends."""
 
     def __init__(self, folder: Path, port: int, settings: list[str], main: str, properties: list[str]) -> None:
         self.hosts, self.port, self._folder, self._main = f"127.0.0.1:{port}", port, folder, main
@@ -64,11 +64,11 @@ class Server:
 
     @property
     def alive(self):
-        """Returns whether the server was started and not killed."""
+        """Whether the server was started and has not been killed."""
         return self._process is not None
 
-    def serving(self):
-        """Returns the server's status, which contains its mode, or an empty text while it does not serve."""
+    def status(self):
+        """Returns the server's status, which includes its mode, or an empty string while it is not serving."""
         assert self._process is not None
         assert self._process.poll() is None, (self._folder / "log").read_text(errors="replace")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 2) as connection:
@@ -81,7 +81,7 @@ class Server:
         return ""
 
     def wait(self):
-        eventually(self.serving, 60, f"ZooKeeper serves, see {self._folder}/log")
+        eventually(self.status, 60, f"ZooKeeper is serving; see {self._folder}/log")
 
     def kill(self):
         if self._process is not None:
@@ -92,7 +92,7 @@ class Server:
 
 @contextlib.contextmanager
 def zookeeper(*settings: str, properties: tuple[str, ...] = ("-Dzookeeper.forceSync=no",)) -> Iterator[Server]:
-    """Runs one server. It serves when this yields."""
+    """Runs one server, and yields it once it is serving."""
     folder = Path(tempfile.mkdtemp(prefix="stagecrew-zookeeper-"))
     server = Server(folder, *_free_ports(1), list(settings), "ZooKeeperServerMain", list(properties))
     try:
@@ -105,7 +105,7 @@ def zookeeper(*settings: str, properties: tuple[str, ...] = ("-Dzookeeper.forceS
 
 
 def _certificates(folder):
-    """Creates a key, and a self-signed certificate for this host."""
+    """Creates a key and a self-signed certificate for this host."""
     import ipaddress
 
     from cryptography import x509
@@ -130,9 +130,9 @@ def _certificates(folder):
 
 @contextlib.contextmanager
 def tls_zookeeper(folder: Path) -> Iterator[int]:
-    """Runs a server that speaks TLS on the yielded port.
+    """Runs a server, and yields its TLS port.
 
-    Clients use `key.pem` and `ca.pem`, which it creates in `folder`.
+    Creates `key.pem` and `ca.pem` for the clients in `folder`.
     """
     _certificates(folder)
     (port,) = _free_ports(1)
@@ -147,9 +147,9 @@ def tls_zookeeper(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def ensemble(network: list[Proxy] | None = None) -> Iterator[list[Server]]:
-    """Runs three servers, of which one leads.
+    """Runs an ensemble of three servers.
 
-    If `network` is a list, the first server does not lead at the beginning. It reaches the other two through two
+    If `network` is a list, the first server is not the initial leader. It reaches the other two servers through two
     proxies, which are appended to the list.
     """
     folder = Path(tempfile.mkdtemp(prefix="stagecrew-zookeeper-"))

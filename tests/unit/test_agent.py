@@ -1,4 +1,4 @@
-"""The agent process: how it ends on SIGTERM, and what child processes of its listeners inherit."""
+"""The agent process: its end on SIGTERM, its reports of errors, and what child processes of its listeners inherit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WELCOME = {
 
 
 class Server(Listener):
-    """A listener that opens at once."""
+    """A listener whose `open` returns immediately."""
 
     scope = Scope.EXECUTOR
 
@@ -126,7 +126,7 @@ def agent(monkeypatch):
     partial = [b""]
 
     def wait_for_line(line: str) -> str:
-        """Waits until a listener writes a line with this prefix."""
+        """Waits until a listener has written a line with this prefix, and returns the line."""
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             for written in lines:
@@ -138,7 +138,7 @@ def agent(monkeypatch):
         raise AssertionError(f"no line begins with {line!r}, but there are {lines}")
 
     def read_frames() -> list[Any]:
-        """All frames until the end of the stream."""
+        """Returns all frames until the end of the stream."""
         frames, decoder = [], Decoder(1 << 20)
         theirs.settimeout(20)
         while data := theirs.recv(1 << 16):
@@ -168,7 +168,7 @@ def agent(monkeypatch):
 
 
 def test_sigterm_during_an_open_closes_all_listeners_and_ends_the_agent(agent):
-    """This holds even if `open` catches every `Exception`. The agent sends no OPENED for the interrupted open."""
+    """SIGTERM interrupts even an `open` that catches every `Exception`. The agent sends no OPENED for this open."""
     agent.send(open_request("first", "server"))
     agent.wait_for_line("opened first")
     agent.send(open_request("second", "stubborn"))
@@ -201,7 +201,7 @@ class FailsToOpen(Server):
     ],
 )
 def test_the_error_of_an_open_starts_with_its_message(agent, name, first, frames):
-    """The traceback follows. It contains only frames of the user's code."""
+    """The reported error begins with the exception's message. Its traceback contains only frames of the user's code."""
     agent.send(open_request("t", name))
     agent.send(open_request("next", "server"))
     agent.wait_for_line("opened next")
@@ -214,7 +214,7 @@ def test_the_error_of_an_open_starts_with_its_message(agent, name, first, frames
 
 
 def test_sigterm_while_idle_closes_the_listeners_and_ends_the_agent(agent):
-    """The agent then says GOODBYE and exits with 0."""
+    """On SIGTERM, an idle agent closes its listeners, sends GOODBYE and exits with 0."""
     agent.send(open_request("first", "server"))
     agent.wait_for_line("opened first")
     os.kill(agent.pid, signal.SIGTERM)
@@ -224,7 +224,7 @@ def test_sigterm_while_idle_closes_the_listeners_and_ends_the_agent(agent):
 
 
 def test_sigterm_does_not_interrupt_a_close(agent):
-    """The agent ends after the close. A second SIGTERM changes nothing."""
+    """On SIGTERM during a `close`, the agent ends after this `close` has returned. A second SIGTERM changes nothing."""
     agent.send(open_request("first", "server"))
     agent.send(open_request("second", "slowtoclose"))
     agent.send(encode("CLOSE", topology="second"))
@@ -237,7 +237,10 @@ def test_sigterm_does_not_interrupt_a_close(agent):
 
 
 def test_a_child_that_a_listener_forks_ends_on_sigterm(agent):
-    """It ends even if it catches every `Exception`. It does not keep the agent's channel open."""
+    """A child that a listener forks ends on SIGTERM, even if it catches every `Exception`.
+
+    The child does not keep the agent's channel open.
+    """
     agent.send(open_request("first", "forks"))
     child = int(agent.wait_for_line("forked").split()[1])
     agent.wait_for_line("child runs")
@@ -255,7 +258,7 @@ def test_a_child_that_a_listener_forks_ends_on_sigterm(agent):
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process runs. A zombie does not count."""
+    """Returns whether the process exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] not in "ZX"

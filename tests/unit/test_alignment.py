@@ -1,4 +1,4 @@
-"""Event-time alignment without Spark: watermarks, tasks that wait, and splits in the order of their event times."""
+"""Event-time alignment without Spark: watermarks, waiting tasks, and splits in the order of their event times."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DRIFT, BATCH, IDLE = 10, 4, 5.0
 
 
 class Schedules(RuleBasedStateMachine):
-    """Sources read batches of up to BATCH event times when the group allows it. Reports get lost and are repeated."""
+    """Sources read batches of up to BATCH event times when the group allows it. Reports get lost or are repeated."""
 
     @initialize()
     def begin(self):
         self.now = 0.0
         self.group = WatermarkGroup(DRIFT, IDLE, lambda: self.now)
-        self.positions = {}  # live source -> event time it has reached
-        self.reported = {}  # source -> latest watermark that the group knows
+        self.positions = {}  # live source -> the event time that it has reached
+        self.reported = {}  # source -> the latest watermark that the group knows
         self.reported_at = {}  # source -> time of its last report
         self.finished = {}
 
@@ -48,9 +48,9 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.positions)
     @rule(data=st.data(), count=st.integers(1, BATCH), lost=st.booleans())
     def read(self, data, count, lost):
-        """A source that is allowed to reads a batch. Its report arrives or is lost."""
+        """A source reads a batch if the group allows it. The report after the batch arrives or is lost."""
         source = data.draw(st.sampled_from(sorted(self.positions)))
-        self.report(source, self.positions[source])  # a request to read carries the position
+        self.report(source, self.positions[source])  # the request to read contains the position
         if self.group.allows(self.positions[source]):
             live = [self.reported[other] for other in self.reported if self.now - self.reported_at[other] <= IDLE]
             assert self.positions[source] + count <= min(live) + DRIFT + BATCH  # ahead by at most one batch
@@ -61,7 +61,7 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.reported)
     @rule(data=st.data(), back=st.integers(0, 20))
     def repeat_report(self, data, back):
-        """An old report arrives again. It only renews the source's report time."""
+        """An old report that arrives again only renews the source's report time."""
         source = data.draw(st.sampled_from(sorted(self.reported)))
         self.report(source, self.reported[source] - back)
 
@@ -84,14 +84,14 @@ class Schedules(RuleBasedStateMachine):
         self.now += seconds
 
     @invariant()
-    def slowest(self):
+    def slowest_is_the_lowest_live_watermark(self):
         if hasattr(self, "group"):
             live = [self.reported[other] for other in self.reported if self.now - self.reported_at[other] <= IDLE]
             assert self.group.slowest == min(live, default=None)
 
     @invariant()
-    def the_slowest_may_read(self):
-        """No source waits forever: if any source is live, the slowest may read."""
+    def the_slowest_is_allowed_to_read(self):
+        """If any source is live, the slowest is allowed to read. So no source waits forever."""
         if getattr(self, "reported", None):
             live = [self.reported[other] for other in self.reported if self.now - self.reported_at[other] <= IDLE]
             if live:
@@ -103,8 +103,10 @@ TestSchedules.settings = settings(max_examples=200, stateful_step_count=30, dead
 
 
 def test_event_times_can_be_datetimes_and_must_be_comparable():
-    """Drift may be a timedelta. Near the largest datetime no source is held back. A watermark that cannot be
-    compared is refused and changes nothing."""
+    """If event times are datetimes, the drift is a timedelta. Near the largest datetime, no source is held back.
+
+    A watermark that cannot be compared is refused and changes nothing.
+    """
     group = WatermarkGroup(dt.timedelta(hours=1))
     noon = dt.datetime(2026, 1, 1, 12, tzinfo=dt.UTC)
     group.report("a", noon)
@@ -123,7 +125,7 @@ def test_event_times_can_be_datetimes_and_must_be_comparable():
 
 
 def may_advance(evaluation, watermark, source=None):
-    """Reports a watermark. Returns whether the source may read on at once."""
+    """Reports a watermark. Returns whether the source is allowed to continue immediately."""
     try:
         evaluation.request((source, watermark))
     except CoordinationTimeout:
@@ -132,7 +134,7 @@ def may_advance(evaluation, watermark, source=None):
 
 
 def is_released(evaluation):
-    """Whether a waiting source has received its reply."""
+    """Returns whether a waiting source has received its reply."""
     try:
         evaluation.reply()
     except CoordinationTimeout:
@@ -147,7 +149,7 @@ def aligned():
 
 
 def test_a_source_that_is_ahead_waits_for_the_slowest(aligned):
-    """It waits until the slowest source comes near, finishes, fails or becomes idle."""
+    """A source that is ahead waits until the slowest source catches up, finishes, fails or becomes idle."""
     slow, quick = aligned.evaluation(0), aligned.evaluation(1)
     assert may_advance(slow, 0)
     assert may_advance(quick, 10)
@@ -176,7 +178,7 @@ def test_a_source_that_is_ahead_waits_for_the_slowest(aligned):
 
 
 def test_a_waiting_source_is_not_idle():
-    """It holds back the sources ahead of it, however long it has waited itself."""
+    """A waiting source holds back the sources ahead of it, however long it has been waiting itself."""
     with CoordinatorHarness(lambda context: AlignmentCoordinator(context, DRIFT, IDLE)) as harness:
         harness.coordinator._group._clock = lambda: harness.now
         slow, middle, quick = (harness.evaluation(subtask) for subtask in range(3))
@@ -193,7 +195,7 @@ def test_a_waiting_source_is_not_idle():
 
 @pytest.mark.parametrize("event", ["idle", "finish"])
 def test_a_source_that_stops_waiting_holds_back_no_other(aligned, event):
-    """Its `advance` times out, then it becomes idle or finishes. Later checks do not count it either."""
+    """A source whose `advance` timed out, and that then became idle or finished, never holds back another source."""
     slow, timed_out, quick = (aligned.evaluation(subtask) for subtask in range(3))
     assert may_advance(slow, 0)
     assert not may_advance(timed_out, 100)
@@ -209,7 +211,7 @@ def test_a_source_that_stops_waiting_holds_back_no_other(aligned, event):
 
 
 def test_each_source_of_a_task_is_aligned_separately(aligned):
-    """A task that reads two sources can wait for its own slower source."""
+    """A task that reads two sources can be made to wait for the slower of its own two sources."""
     task = aligned.evaluation(0)
     assert may_advance(task, 0, "a")
     assert may_advance(task, 8, "b")
@@ -218,7 +220,7 @@ def test_each_source_of_a_task_is_aligned_separately(aligned):
 
 
 def test_a_watermark_that_cannot_be_compared_fails_only_its_request(aligned):
-    """Other tasks continue and the coordinator does not fail."""
+    """A watermark that cannot be compared fails its request, but neither other tasks nor the coordinator."""
     good, bad = aligned.evaluation(0), aligned.evaluation(1)
     assert may_advance(good, 0)
     with pytest.raises(RequestFailed):
@@ -231,7 +233,11 @@ def test_a_watermark_that_cannot_be_compared_fails_only_its_request(aligned):
 
 
 def test_splits_of_several_sources_come_in_event_time_order():
-    """An error names a source whose event times go backwards, an iterator that was used before, and unnamed sources."""
+    """Splits come in the order of their event times.
+
+    Event times that go backwards, an iterator that was already used, and sources without names raise errors that say
+    so.
+    """
     merged = EventTimeSplits({"a": [1, 5, 9], "b": [2, 3], "c": []}, lambda split: split, 3)
     assert list(merged.splits()) == [("a", 1), ("b", 2), ("b", 3), ("a", 5), ("a", 9)]
     with pytest.raises(OperatorFailed, match="source 'a' goes back in time: a split of 1 follows one of 5"):
@@ -246,7 +252,7 @@ def test_splits_of_several_sources_come_in_event_time_order():
 
 
 class Readers:
-    """Three tasks that read splits in event-time order. Each method performs and checks one step."""
+    """Three tasks that read splits in event-time order. Each method performs one step and checks its outcome."""
 
     def __init__(self, harness, unread):
         self.harness, self.unread = harness, unread
@@ -255,7 +261,7 @@ class Readers:
         self.reading, self.waiting = {}, set()
 
     def receive_all(self):
-        """Receives the splits that waiting tasks have been given."""
+        """Receives the splits that the coordinator has given to waiting tasks."""
         for subtask in sorted(self.waiting):
             try:
                 self.received(subtask, self.tasks[subtask][0].reply())
@@ -264,7 +270,7 @@ class Readers:
 
     def request_split(self, subtask):
         evaluation, index = self.tasks[subtask]
-        self.reading.pop(subtask, None)  # it has finished its previous split
+        self.reading.pop(subtask, None)  # the task has finished its previous split
         try:
             packed = evaluation.request((index, "h"))
         except CoordinationTimeout:
@@ -300,9 +306,11 @@ class Readers:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_no_split_is_given_more_than_the_drift_too_early(data):
-    """For any schedule of tasks that read, end and fail, with and without locality preferences: a new split is ahead of
-    every split that is being read or is unread by at most the drift. All splits are read."""
+def test_no_split_is_given_earlier_than_the_drift_allows(data):
+    """When a split is given to a task, it is ahead of every unfinished split by at most the drift. All splits are read.
+
+    This holds for any schedule of tasks that read, end and fail, with and without locality preferences.
+    """
     splits = {
         name: [
             (time, number) for number, time in enumerate(sorted(data.draw(st.lists(st.integers(0, 60), max_size=8))))
@@ -317,7 +325,7 @@ def test_no_split_is_given_more_than_the_drift_too_early(data):
         readers = Readers(harness, unread)
         while readers.tasks:
             ready = sorted(readers.tasks.keys() - readers.waiting)
-            assert ready, "all tasks wait for each other"
+            assert ready, "all tasks are waiting for each other"
             subtask = data.draw(st.sampled_from(ready))
             if subtask in readers.reading and data.draw(st.integers(0, 9)) == 0:
                 readers.fail(subtask)
@@ -329,7 +337,7 @@ def test_no_split_is_given_more_than_the_drift_too_early(data):
 
 
 def test_a_waiting_task_repeats_its_request():
-    """The coordinator replies HELD long before the request times out, and the task asks again."""
+    """The coordinator replies HELD to a waiting task long before its request times out, and the task asks again."""
     merged = EventTimeSplits({"a": [0, 100]}, lambda split: split, DRIFT)
     with CoordinatorHarness(lambda context: SplitCoordinator(context, merged, 60.0)) as harness:
         one, other = harness.evaluation(0), harness.evaluation(1)
@@ -345,8 +353,11 @@ def test_a_waiting_task_repeats_its_request():
 
 
 @pytest.mark.parametrize("idle_after", [None, IDLE])
-def test_a_task_that_reads_one_split_for_long_becomes_idle(idle_after):
-    """After `idle_after` it holds back no other task until it requests its next split. Without it, it always does."""
+def test_a_task_that_reads_one_split_for_a_long_time_becomes_idle(idle_after):
+    """A task that reads a split for longer than `idle_after` holds back no other task until it requests its next split.
+
+    Without `idle_after`, the task holds back others until it has finished its split.
+    """
     merged = EventTimeSplits({"a": [0, 9, 100], "b": [200]}, lambda split: split, DRIFT, idle_after)
     with CoordinatorHarness(lambda context: SplitCoordinator(context, merged, 60.0)) as harness:
         harness.coordinator._watermarks._clock = lambda: harness.now
@@ -354,7 +365,7 @@ def test_a_task_that_reads_one_split_for_long_becomes_idle(idle_after):
         assert pickle.loads(slow.request((0, "h"))) == ("a", 0)
         assert pickle.loads(other.request((0, "h"))) == ("a", 9)
         with pytest.raises(CoordinationTimeout):
-            other.request((1, "h"))  # it waits for the slow task
+            other.request((1, "h"))  # waits for the slow task
         harness.advance(IDLE - 0.5)
         assert not is_released(other)
         harness.advance(1.0)
@@ -371,5 +382,5 @@ def test_a_task_that_reads_one_split_for_long_becomes_idle(idle_after):
         other.finish()
         assert pickle.loads(third.reply()) == ("b", 200)
         if idle_after is not None:
-            assert slow.request((1, "h")) is None  # it continues where it was
+            assert slow.request((1, "h")) is None  # the slow task can continue: no split is left
         assert harness.failure is None

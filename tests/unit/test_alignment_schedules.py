@@ -1,4 +1,4 @@
-"""The alignment coordinator under any schedule: late, lost, duplicate and reordered messages, failing tasks, resets."""
+"""The alignment coordinator under random schedules: late, lost, repeated and reordered messages, failures, resets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagecrew.testing import CoordinatorHarness
 from stagecrew.wire.serialization import pack
 
 DRIFT, IDLE, TICK, GOAL = 10, 1.0, 0.2, 60
-#: Event times that each subtask reads at once when it may.
+#: How many event times each subtask reads in one batch.
 PACES = (1, 3, 4)
 SOURCES = ("a", None)
 
@@ -27,8 +27,8 @@ class Reader:
         self.evaluation = harness.evaluation(subtask, executor=str(subtask))
         self.positions = {source: start + 15 * number for number, source in enumerate(SOURCES)}
         self.sent, self.outbox, self.expected = 0, [], 1
-        self.pending = {}  # source -> (number of its latest request, whether a grant of it makes the source read on)
-        self.waiting = {}  # source -> (number, position) of the request that the coordinator holds
+        self.pending = {}  # source -> (number of its latest request, whether the source reads on when it is granted)
+        self.waiting = {}  # source -> (number, position) of the request that the coordinator has received
         self.watermarks, self.reported_at, self.finished = {}, {}, set()
         self.ended = False
 
@@ -39,16 +39,16 @@ class Reader:
         self.outbox.append((self, self.sent, kind, source, self.positions.get(source, 0) - back))
 
     def advance_all(self):
-        """Each source asks to read on, or finishes once it has reached the goal."""
+        """Each source asks to read on, or finishes if it has reached the goal."""
         for source in SOURCES:
             if self.positions[source] >= GOAL:
                 if source not in self.finished:
                     self.send("finish", source)
-            elif source not in self.pending or (source not in self.waiting and not self.outbox):  # lost: it asks again
+            elif source not in self.pending or (source not in self.waiting and not self.outbox):  # its request was lost
                 self.send("advance", source)
 
     def deliver(self, frame):
-        """The coordinator receives a frame. A frame after a missing one ends the evaluation."""
+        """Delivers a frame to the coordinator. If an earlier frame is missing, the evaluation must be aborted."""
         _, number, kind, source, position = frame
         if kind == "advance":
             self.evaluation.send_frame("REQUEST", sequence=number, payload=pack((source, position), 1 << 20))
@@ -73,10 +73,10 @@ class Reader:
         if kind == "finish":
             self.finished.add(source)
         self.watermarks.pop(source, None)
-        self.waiting.pop(source, None)  # its thread no longer waits
+        self.waiting.pop(source, None)  # the source's thread is no longer waiting
 
     def take_grants(self):
-        """Takes the coordinator's grants and returns their positions. A source that still waits reads on."""
+        """Takes the coordinator's grants, lets sources whose last request is granted read on, and returns positions."""
         granted = []
         for source, (number, position) in list(self.waiting.items()):
             if number in self.evaluation._replies:
@@ -92,7 +92,7 @@ class Reader:
 
 
 class Schedules(RuleBasedStateMachine):
-    """Three tasks with two sources each, and the coordinator of a session. Time advances in ticks."""
+    """Three tasks with two sources each, and their coordinator. Time advances in ticks."""
 
     @initialize(idle_after=st.sampled_from([None, IDLE]), starts=st.tuples(*[st.integers(0, 40)] * len(PACES)))
     def begin(self, idle_after, starts):
@@ -108,7 +108,7 @@ class Schedules(RuleBasedStateMachine):
         return coordinator
 
     def state(self):
-        """The coordinator's whole state."""
+        """Returns the coordinator's whole state."""
         coordinator = self.harness.coordinator
         known = {name: (source.watermark, source.reported) for name, source in coordinator._group._sources.items()}
         return (
@@ -118,8 +118,8 @@ class Schedules(RuleBasedStateMachine):
             dict(coordinator._subtasks),
         )
 
-    def holding(self, margin):
-        """Positions of the sources that hold back others, if sources become idle `margin` seconds later."""
+    def holding_positions(self, margin):
+        """Returns the positions of the sources that hold back others, if sources became idle `margin` seconds later."""
         return [
             position
             for reader in self.readers.values()
@@ -130,11 +130,11 @@ class Schedules(RuleBasedStateMachine):
         ]
 
     def process_grants(self):
-        """Granted sources read on. No grant is too far ahead of the sources that hold back others."""
+        """Lets sources with a grant read on. No grant is too far ahead of the sources that hold back others."""
         for subtask, reader in list(self.readers.items()):
             if reader.ended:
                 del self.readers[subtask]
-        least = min(self.holding(-2 * TICK), default=None)
+        least = min(self.holding_positions(-2 * TICK), default=None)
         for reader in self.readers.values():
             for position in reader.take_grants():
                 assert least is None or position <= least + DRIFT
@@ -166,7 +166,7 @@ class Schedules(RuleBasedStateMachine):
 
     @rule(subtask=subtasks, source=sources)
     def send_another_advance(self, subtask, source):
-        """Possibly while its thread waits, as after a request that timed out. It is delivered later."""
+        """Sends an `advance` that is delivered later, even if an earlier one is pending, as after a timeout."""
         if subtask in self.readers:
             self.readers[subtask].send("advance", source)
 
@@ -216,14 +216,14 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.delivered)
     @rule(data=st.data())
     def deliver_again(self, data):
-        """A duplicate changes nothing, whether its task is alive or has ended."""
+        """A frame that is delivered again changes nothing, whether its task is alive or has ended."""
         reader, *rest = data.draw(st.sampled_from(self.delivered))
         before = self.state()
         reader.deliver((reader, *rest))
         assert self.state() == before
 
     def reset(self):
-        """A new coordinator starts. Every running evaluation is aborted."""
+        """Resets the coordinator: a new one starts without state, and every running evaluation is aborted."""
         self.harness.reset()
         for reader in self.readers.values():
             assert reader.evaluation.abort_reason is not None
@@ -239,8 +239,8 @@ class Schedules(RuleBasedStateMachine):
 
     @invariant()
     def no_source_waits_without_reason(self):
-        """A waiting source is ahead of a source that holds it back."""
-        least = min(self.holding(2 * TICK), default=None) if getattr(self, "harness", None) else None
+        """Each waiting source is too far ahead of a source that holds it back."""
+        least = min(self.holding_positions(2 * TICK), default=None) if getattr(self, "harness", None) else None
         for reader in getattr(self, "readers", {}).values():
             for _, position in reader.waiting.values():
                 assert least is not None
@@ -248,7 +248,7 @@ class Schedules(RuleBasedStateMachine):
             assert self.harness.failure is None
 
     def teardown(self):
-        """No source waits forever: the remaining ones all finish, and the coordinator keeps no state of them."""
+        """All remaining sources can finish, so none waits forever. Afterwards the coordinator has no state."""
         if getattr(self, "harness", None) is None:
             return
         for _ in range(2 * GOAL * len(PACES)):
@@ -258,7 +258,7 @@ class Schedules(RuleBasedStateMachine):
             if all(min(reader.positions.values()) >= GOAL for reader in self.readers.values()):
                 break
         else:
-            raise AssertionError(f"sources wait forever: {[reader.positions for reader in self.readers.values()]}")
+            raise AssertionError(f"sources never finish: {[reader.positions for reader in self.readers.values()]}")
         for reader in list(self.readers.values()):
             reader.send("end")
         self.deliver_all()

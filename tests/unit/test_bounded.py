@@ -1,4 +1,4 @@
-"""The collection that keeps its last entries."""
+"""`Bounded`, a dict that keeps only its newest keys."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,8 +7,8 @@ from stagecrew.bounded import Bounded
 
 
 @given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 5))
-def test_it_keeps_the_keys_that_were_added_last(keys, limit):
-    """After each assignment it has the keys that were added last, with their latest values. It passes on all others."""
+def test_bounded_keeps_the_keys_that_were_added_last(keys, limit):
+    """`Bounded` keeps the newest keys with their latest values, and passes older entries to `evicted`."""
     evicted, model = [], []
     bounded = Bounded(limit, lambda key, value: evicted.append((key, value)))
     for number, key in enumerate(keys):
@@ -24,7 +24,7 @@ def test_it_keeps_the_keys_that_were_added_last(keys, limit):
 
 
 def test_an_evicted_key_can_be_added_again():
-    """It counts as new."""
+    """An evicted key that is added again counts as the newest key."""
     bounded = Bounded(2)
     for key in ("a", "b", "c", "a"):
         bounded[key] = key.upper()

@@ -1,4 +1,4 @@
-"""What `stagecrew.session.builder` does before Spark starts: properties, checks, refusals. No JVM runs here."""
+"""`stagecrew.session.builder` before Spark starts: properties, checks and refusals. No JVM runs here."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ PLUGIN = "stagecrew.StagecrewPlugin"
 
 @pytest.fixture(autouse=True)
 def _no_spark(monkeypatch):
-    """No test here starts Spark, or depends on the environment."""
+    """No test in this module starts Spark or depends on the environment."""
     for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "SPARK_CONNECT_MODE", "SPARK_API_MODE"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("_gateway", "_jvm", "_active_spark_context"):  # other tests of this process may have started it
+    for name in ("_gateway", "_jvm", "_active_spark_context"):  # other tests may have started Spark in this process
         monkeypatch.setattr(pyspark.SparkContext, name, None)
     yield
     assert pyspark.SparkContext._gateway is None
@@ -37,14 +37,14 @@ def _no_spark(monkeypatch):
 
 @pytest.fixture
 def builder():
-    """A new session builder: `SparkSession.builder` creates one for each use."""
+    """A new session builder, as each access to `SparkSession.builder` creates one."""
     made = SparkSession.Builder()
     made._options = {}
     return made
 
 
 class Pool(Listener):
-    """Keeps its argument."""
+    """A listener that keeps its arguments as attributes."""
 
     def __init__(self, dsn: Any = "a", **others: Any) -> None:
         self.dsn = dsn
@@ -53,20 +53,20 @@ class Pool(Listener):
 
 @resource
 def pool(context, dsn, *, lock=None):
-    """Yields nothing."""
+    """A resource that yields its argument."""
     yield dsn
 
 
-# -- properties
+# -- Properties
 
 
-def test_spark_conf_alone():
-    """Two properties enable the plugin; nothing else is set."""
+def test_spark_conf_without_arguments():
+    """`spark_conf` returns the two properties that enable the plugin, and nothing else."""
     assert stagecrew.spark_conf() == {"spark.plugins": PLUGIN, "spark.jars": stagecrew.jar_path()}
 
 
 def test_spark_conf_appends_and_never_replaces():
-    """Existing values stay, in their order and first. stagecrew's value is added once."""
+    """`spark_conf` keeps existing values first and in their order, and adds stagecrew's value once."""
     conf = stagecrew.spark_conf(
         plugins=" com.example.A , com.example.B,", jars="/a.jar", listeners=["m:one", "m:two"], jvm_listeners=["x.Y"]
     )
@@ -82,14 +82,14 @@ def test_spark_conf_appends_and_never_replaces():
 
 
 def test_the_jar_is_in_the_package():
-    """It is one file in the package."""
+    """The jar is a file in the package's folder `jars`."""
     path = Path(stagecrew.jar_path())
     assert path.is_file()
     assert path.parent == Path(stagecrew.__file__).parent / "jars"
 
 
 def test_a_missing_jar(monkeypatch, builder):
-    """`configure`, and not the session's start, raises the error, which says how to get the jar."""
+    """If the jar is missing, `configure` already raises an error, which says how to get the jar."""
     monkeypatch.setattr(f"{session_builder.jar_path.__module__}.__version__", "0.0.0+none")
     for call in (stagecrew.jar_path, stagecrew.spark_conf, lambda: stagecrew.configure(builder)):
         with pytest.raises(
@@ -99,7 +99,7 @@ def test_a_missing_jar(monkeypatch, builder):
 
 
 class Jvm:
-    """The parts of a JVM that `configure` uses: Spark's defaults, and a class loader."""
+    """A fake JVM with the parts that `configure` uses: Spark's default settings and a class loader."""
 
     def __init__(self) -> None:
         self.jvm_conf: dict[str, str] = {}
@@ -126,7 +126,7 @@ class Jvm:
 
 @pytest.fixture
 def jvm(monkeypatch):
-    """The JVM that PySpark would start, or connect to, for a session."""
+    """A fake JVM in place of the one that PySpark would start for a session."""
     made = Jvm()
 
     def ensure(conf: pyspark.SparkConf) -> None:
@@ -146,7 +146,7 @@ class Started(Exception):
 
 @pytest.fixture
 def started(monkeypatch, builder, jvm):
-    """Returns the options with which a configured builder would start Spark."""
+    """A function that returns the options with which a configured builder would start Spark."""
 
     def start() -> None:
         raise Started
@@ -161,7 +161,7 @@ def started(monkeypatch, builder, jvm):
 
 
 def test_configure_appends_to_the_builder(started, builder):
-    """Options of the builder stay, whether they are set before `configure` or after it."""
+    """`configure` keeps the options that were set on the builder, and appends stagecrew's values to them."""
     builder.config("spark.plugins", "com.example.A").config("spark.jars", "/a.jar").config("spark.x", "y")
     assert started() == {
         "spark.plugins": f"com.example.A,{PLUGIN}",
@@ -181,7 +181,7 @@ def test_configure_uses_later_options(builder, jvm, monkeypatch):
 
 
 def test_the_jvm_starts_with_the_options_of_the_builder(started, builder, jvm):
-    """As with PySpark, options that need a new JVM (packages, memory) work. stagecrew's do not replace other values."""
+    """The JVM starts with the builder's options, such as packages and memory, and without stagecrew's own values."""
     builder.config("spark.jars.packages", "org.example:a:1").config("spark.driver.memory", "2g")
     started()
     assert jvm.launched == [{"spark.jars.packages": "org.example:a:1", "spark.driver.memory": "2g"}]
@@ -190,7 +190,7 @@ def test_the_jvm_starts_with_the_options_of_the_builder(started, builder, jvm):
 
 
 def test_configure_appends_to_the_conf_of_the_jvm(started, builder, jvm):
-    """A builder's setting would replace those of spark-submit and spark-defaults.conf, so they are included, once."""
+    """Values from spark-submit and spark-defaults.conf are included once, because the builder's would replace them."""
     jvm.jvm_conf |= {
         "spark.plugins": "of.submit, of.builder",
         "spark.jars": "file:///a%20b.jar,hdfs://h/c.jar,file:///builder.jar",
@@ -205,7 +205,7 @@ def test_configure_appends_to_the_conf_of_the_jvm(started, builder, jvm):
 
 
 def test_the_jar_is_not_added_twice(started, jvm):
-    """`spark-submit --jars $(stagecrew jar)` and `configure` name one file."""
+    """The jar is added once, even if `spark-submit --jars $(stagecrew jar)` has already added it."""
     jvm.jvm_conf |= {"spark.jars": Path(stagecrew.jar_path()).as_uri(), "spark.plugins": PLUGIN}
     options = started()
     assert (options["spark.jars"], options["spark.plugins"]) == (jvm.jvm_conf["spark.jars"], PLUGIN)
@@ -213,14 +213,14 @@ def test_the_jar_is_not_added_twice(started, jvm):
 
 @pytest.mark.parametrize("loaded", [True, False])
 def test_the_jar_is_loaded_into_a_running_jvm(started, jvm, loaded):
-    """The jar is loaded before Spark starts, and only if the JVM was not started with it."""
+    """The jar is loaded into a running JVM before Spark starts, but only if the JVM was started without it."""
     jvm.loaded = loaded
     started()
     assert jvm.added == ([] if loaded else [stagecrew.jar_path()])
 
 
 def test_create_is_configured_too(builder, jvm, monkeypatch):
-    """`create()` starts a session as `getOrCreate()` does."""
+    """`create()` on a configured builder sets the same options as `getOrCreate()`."""
 
     def start() -> None:
         raise Started
@@ -232,7 +232,7 @@ def test_create_is_configured_too(builder, jvm, monkeypatch):
 
 
 def test_configure_with_jvm_listeners(started, builder):
-    """They are added to the listeners that the builder names."""
+    """JVM listeners are added to those that the builder already names."""
     builder.config("spark.stagecrew.jvmListeners", "a.A")
     assert started(jvm_listeners=["b.B", "a.A"])["spark.stagecrew.jvmListeners"] == "a.A,b.B"
 
@@ -245,7 +245,7 @@ def test_configure_with_jvm_listeners(started, builder):
     ],
 )
 def test_jvm_listeners_must_be_a_list_of_names(builder, wrong, text):
-    """A string is not a list of letters. The errors of `configure` and `topology` say what to write."""
+    """A string, or a list that contains anything but strings, is refused. The error says what to write instead."""
     with pytest.raises(ConfigurationError, match=text):
         stagecrew.configure(builder, jvm_listeners=wrong)
     crew = Crew.__new__(Crew)
@@ -264,40 +264,40 @@ def test_jvm_listeners_must_be_a_list_of_names(builder, wrong, text):
     ],
 )
 def test_listeners_must_be_a_list(wrong, text, builder):
-    """A string, or a listener that is not in a list: the error says what to write."""
+    """A string, or a listener that is not in a list, is refused. The error says what to write instead."""
     with pytest.raises(ListenerError, match=text):
         stagecrew.configure(builder, listeners=wrong)
 
 
 def test_listeners_are_not_in_the_options(started):
-    """A listener may hold a password, so it is not in any property."""
+    """No property contains the listeners, because a listener can contain a password."""
     options = started(listeners=[pool("a-password"), Pool("a-password")])
     assert "password" not in repr(options)
 
 
-# -- refusals
+# -- Refusals
 
 
 def test_configure_refuses_a_session(monkeypatch):
-    """It says that a builder is wanted, and why."""
+    """The error says that `configure` takes a builder, and that the argument is a running session."""
     with pytest.raises(ConfigurationError, match=r"takes SparkSession\.builder, but this is a running session"):
         stagecrew.configure(SparkSession.__new__(SparkSession))
 
 
 @pytest.mark.parametrize("wrong", [None, "local", SparkSession.Builder, object()])
 def test_configure_refuses_anything_but_a_builder(wrong):
-    """The error names the type of the argument."""
+    """`configure` refuses anything but a builder. The error names the type of the argument."""
     with pytest.raises(ConfigurationError, match=r"takes SparkSession\.builder, not \w+"):
         stagecrew.configure(wrong)
 
 
 def connect_object(name: str) -> Any:
-    """Creates an object of Spark Connect without importing its modules, which need further packages."""
+    """Returns an object that looks like one of Spark Connect, whose real modules need additional packages."""
     return type(name, (), {"__module__": "pyspark.sql.connect.session"})()
 
 
 def test_connect_is_refused():
-    """A builder and a session of Spark Connect give an error that says what to change."""
+    """`configure` and `crew` refuse objects of Spark Connect. The error says what to change."""
     for call in (stagecrew.configure, stagecrew.crew):
         with pytest.raises(ConfigurationError, match=r"Spark Connect.*Remove SPARK_REMOTE.*set a master instead"):
             call(connect_object("SparkSession"))
@@ -315,7 +315,7 @@ def test_connect_is_refused():
     ],
 )
 def test_a_builder_that_would_create_a_connect_session(builder, monkeypatch, option, variable):
-    """Its start is refused, for each setting with which Spark uses Connect."""
+    """A builder does not start if any setting would make Spark use Connect."""
     if option:
         builder.config(*option)
     if variable:
@@ -328,7 +328,7 @@ def test_a_builder_that_would_create_a_connect_session(builder, monkeypatch, opt
 
 @pytest.mark.parametrize("version", ["4.2.9", "4.30.0", "4.4.0", "3.5.1"])
 def test_another_version_of_spark_is_refused(builder, monkeypatch, version):
-    """The error names both versions and what to install."""
+    """`configure` refuses other Spark versions. The error names both versions and what to install."""
     monkeypatch.setattr(pyspark, "__version__", version)
     with pytest.raises(
         ConfigurationError, match=rf"built for Spark 4\.3, and pyspark {version} is installed: `pip install"
@@ -337,7 +337,7 @@ def test_another_version_of_spark_is_refused(builder, monkeypatch, version):
 
 
 def test_a_running_context_without_the_plugin(builder, monkeypatch):
-    """`getOrCreate` refuses: Spark would ignore the plugin."""
+    """`getOrCreate` refuses to use a running SparkContext without the plugin, because Spark would ignore the plugin."""
     running = SimpleNamespace(_jvm=None, _jsc=None)
     monkeypatch.setattr(builder, "getOrCreate", lambda: pytest.fail("Spark must not start"))
     configured = stagecrew.configure(builder)
@@ -348,18 +348,18 @@ def test_a_running_context_without_the_plugin(builder, monkeypatch):
 
 
 def test_is_active_and_crew_without_a_session():
-    """An object that is not a session is not active, and the error of `crew` names it."""
+    """For an object that is not a session, `is_active` returns False and `crew` raises an error that names its type."""
     assert not stagecrew.is_active(None)
     assert not stagecrew.is_active(object())
     with pytest.raises(ConfigurationError, match=r"stagecrew\.crew takes a SparkSession, not NoneType"):
         stagecrew.crew(None)
 
 
-# -- listeners
+# -- Listeners
 
 
 def test_checked_returns_its_listeners():
-    """`checked` accepts any iterable, and keeps its order."""
+    """`checked` accepts any iterable of listeners, and returns them in the same order."""
     listeners = [Pool(), pool("a"), stagecrew.LoggingContext()]
     assert registration.checked(iter(listeners)) == tuple(listeners)
     assert registration.checked(()) == ()
@@ -376,7 +376,7 @@ def test_checked_returns_its_listeners():
     ],
 )
 def test_anything_but_listeners_is_refused(wrong, text, builder):
-    """The errors of `checked` and `configure` say what to write instead, also if valid listeners come first."""
+    """The errors of `checked` and `configure` say what to write instead, even if valid listeners come first."""
     with pytest.raises(ListenerError, match=text):
         registration.checked([Pool(), wrong])
     with pytest.raises(ListenerError, match=text):
@@ -396,7 +396,7 @@ def test_anything_but_listeners_is_refused(wrong, text, builder):
     ],
 )
 def test_a_listener_that_cannot_be_pickled(listener, texts, builder):
-    """The error names the listener and its attribute or argument, and no value. Python's own error is the cause."""
+    """The error names the listener and its attribute or argument, but no value. Its cause is Python's own error."""
     for call in (
         lambda: registration.pickled([Pool(), listener]),
         lambda: stagecrew.configure(builder, listeners=[listener]),
@@ -410,7 +410,7 @@ def test_a_listener_that_cannot_be_pickled(listener, texts, builder):
 
 
 def test_a_named_listener_that_cannot_be_pickled():
-    """The error has the name of the listener."""
+    """If a listener has a name, the error uses this name instead of the class."""
     listener = Pool(threading.Lock())
     listener.name = "orders"
     with pytest.raises(ListenerError, match="listener 'orders' cannot be pickled"):
@@ -418,7 +418,7 @@ def test_a_named_listener_that_cannot_be_pickled():
 
 
 def test_a_listener_that_cannot_be_pickled_for_an_unknown_reason():
-    """If no attribute is the reason, the error contains only Python's own message."""
+    """If no attribute is the reason, the error contains the listener's class and Python's own message."""
 
     class Refuses(Listener):
         def __getstate__(self):
@@ -428,26 +428,28 @@ def test_a_listener_that_cannot_be_pickled_for_an_unknown_reason():
         registration.pickled([Refuses()])
 
 
-# -- refusals of the plugin when Spark starts
+# -- Refusals by the plugin when Spark starts
 
 
 class JavaError:
-    """An exception of the JVM, as py4j shows it."""
+    """A Java exception, as py4j represents it."""
 
-    def __init__(self, message: str | None, cause: JavaError | None = None, of: str = "java.lang.Exception") -> None:
+    def __init__(
+        self, message: str | None, cause: JavaError | None = None, class_name: str = "java.lang.Exception"
+    ) -> None:
         self.getMessage, self.getCause = lambda: message, lambda: cause
-        self.getClass = lambda: SimpleNamespace(getName=lambda: of)
+        self.getClass = lambda: SimpleNamespace(getName=lambda: class_name)
 
 
 def refused(java: JavaError | None, text: str = "py4j's text") -> Exception:
-    """Returns the error that a user sees."""
+    """Returns the error that a user sees when the start of Spark fails with this Java exception."""
     error = RuntimeError(text)
     error.java_exception = java
     return session_builder._as_our_error(error)
 
 
-def test_refusals_of_the_plugin():
-    """The innermost message of stagecrew becomes a stagecrew error. All other errors stay as they are."""
+def test_refusals_by_the_plugin_become_configuration_errors():
+    """The innermost message that comes from stagecrew becomes a ConfigurationError. All other errors stay unchanged."""
     ours = refused(JavaError("outer", JavaError("stagecrew refuses spark.python.daemon.module=x")))
     assert type(ours) is ConfigurationError
     assert str(ours) == "stagecrew refuses spark.python.daemon.module=x"
@@ -458,15 +460,15 @@ def test_refusals_of_the_plugin():
 
 
 def test_a_missing_class_is_not_a_refusal():
-    """The Java class decides: the message is only the missing name, which may contain "stagecrew"."""
-    missing = JavaError("com.example.stagecrew.Mine", of="java.lang.ClassNotFoundException")
+    """A ClassNotFoundException stays unchanged even if the name of the missing class contains "stagecrew"."""
+    missing = JavaError("com.example.stagecrew.Mine", class_name="java.lang.ClassNotFoundException")
     assert str(refused(missing)) == "py4j's text"
     assert str(refused(JavaError("outer", missing))) == "py4j's text"
     assert type(refused(JavaError("stagecrew says: ClassNotFoundException"))) is ConfigurationError
 
 
 def test_a_refusal_in_a_later_session():
-    """After a first session, PySpark raises Java exceptions as its own errors. They are recognized too."""
+    """Refusals are also recognized in PySpark's own errors, which it raises from the second session on."""
     error = RuntimeError("pyspark's text")
     error._origin = JavaError("outer", JavaError("stagecrew refuses"))
     assert str(session_builder._as_our_error(error)) == "stagecrew refuses"
@@ -484,7 +486,10 @@ def test_an_error_is_never_its_own_cause(builder, jvm, monkeypatch, text, same):
 
 
 def test_listeners_of_a_running_application_cannot_change():
-    """The listeners that it has are accepted, also as new equal objects. Others are named with what to do."""
+    """A running application accepts only listeners and coordinators that it already has, or objects equal to them.
+
+    The error names the others and says what to do.
+    """
     crew = Crew.__new__(Crew)
     crew._registered = (pool("a"),)
     crew.application = types.SimpleNamespace(coordinators={"counter": None})

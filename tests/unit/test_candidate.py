@@ -1,4 +1,4 @@
-"""A leadership candidate's threads on an in-memory store: its callbacks, their order, and how it ends."""
+"""Leadership candidates with an in-memory store: their threads, the order of their callbacks, and how they end."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Clock:
 
 
 class SlowSession(ModelStore):
-    """A session that notices its expiry only when the candidate is notified or makes a request."""
+    """A session that has a timeout, and that does not notice by itself that it has expired."""
 
     timeout = TIMEOUT
     suspended = False
 
 
 class World:
-    """A server, its candidates, and the calls of their callbacks."""
+    """A store's server, candidates that use it, and the recorded calls of their callbacks."""
 
     def __init__(self):
         self.server, self.clock, self.calls, self.stores, self.candidates = ModelServer(), Clock(), [], [], []
         self.lock = threading.Lock()
 
-    def open(self):
+    def open_session(self):
         store = SlowSession(self.server, self.server.session().session)
         self.stores.append(store)
         return store
@@ -64,7 +64,7 @@ class World:
             revoked(term, reason)
 
         options = {"clock": self.clock, "period": 0.01, "callback_timeout": 10.0, **more}
-        candidate = Candidate(options.pop("open_store", self.open), on_grant, on_revoke, **options)
+        candidate = Candidate(options.pop("open_store", self.open_session), on_grant, on_revoke, **options)
         self.candidates.append(candidate)
         return candidate
 
@@ -73,7 +73,7 @@ class World:
             self.calls.append(call)
 
     def wait_for_leadership(self, candidate):
-        """Waits until the candidate leads and its `on_grant` was called. Returns its leadership."""
+        """Waits until the candidate leads and its `on_grant` has been called. Returns its leadership."""
 
         def granted():
             leadership = candidate.leadership
@@ -81,12 +81,12 @@ class World:
                 return None
             return leadership
 
-        return eventually(granted, 10, "the candidate does not lead")
+        return eventually(granted, 10, "the candidate leads")
 
 
 @pytest.fixture
 def world():
-    """At the end no thread, session or session's entry is left, and each grant was followed by its revocation."""
+    """A world. At the end, no thread, session or entry of a holder is left, and each grant has been revoked."""
     world = World()
     yield world
     for candidate in world.candidates:
@@ -104,7 +104,7 @@ def world():
 
 
 def test_a_second_candidate_leads_after_the_first_is_closed(world):
-    """It leads in the next term, and observers see the leader of each term."""
+    """When the first candidate is closed, a second one leads in the next term. Observers see each leader's term."""
     first = world.candidate("a")
     leadership = world.wait_for_leadership(first)
     second = world.candidate("b")
@@ -127,7 +127,7 @@ def test_a_second_candidate_leads_after_the_first_is_closed(world):
 
 
 def test_a_candidate_whose_session_expires_leads_again_in_a_new_term(world):
-    """It campaigns with a new session."""
+    """A candidate whose session has expired campaigns with a new session, and leads in a new term."""
     candidate = world.candidate()
     leadership = world.wait_for_leadership(candidate)
     world.server.expire(world.stores[0].session)
@@ -138,7 +138,7 @@ def test_a_candidate_whose_session_expires_leads_again_in_a_new_term(world):
 
 
 def test_a_write_with_an_expired_session_ends_leadership(world):
-    """The writer gets an error at once, and `on_revoke` is called."""
+    """A write with an expired session raises LeadershipLost immediately, and `on_revoke` is called."""
     candidate = world.candidate(period=60.0)
     leadership = world.wait_for_leadership(candidate)
     world.server.expire(world.stores[0].session)
@@ -149,7 +149,7 @@ def test_a_write_with_an_expired_session_ends_leadership(world):
 
 
 def test_a_write_in_an_old_term_ends_leadership(world):
-    """The store has another leader's term."""
+    """A write after another leader has changed the term raises LeadershipLost and ends the old leadership."""
     candidate = world.candidate(period=60.0)
     leadership = world.wait_for_leadership(candidate)
     other = world.server.session()
@@ -161,7 +161,7 @@ def test_a_write_in_an_old_term_ends_leadership(world):
 
 
 def test_leadership_ends_by_time_while_the_store_does_not_respond(world):
-    """A hanging request delays neither the end of leadership nor the call of `on_revoke`."""
+    """Leadership ends in time and `on_revoke` is called, even while a request to the store hangs."""
     hangs, released = threading.Event(), threading.Event()
 
     def hang(_session, operations, moment):
@@ -186,8 +186,8 @@ def test_leadership_ends_by_time_while_the_store_does_not_respond(world):
     assert world.wait_for_leadership(candidate).term == 2
 
 
-def test_a_broken_connection_ends_leadership_at_once(world):
-    """The leadership stays ended if the connection recovers. The candidate leads again in a new term."""
+def test_a_broken_connection_ends_leadership_immediately(world):
+    """Leadership that a broken connection has ended stays ended. The candidate leads again in a new term."""
     candidate = world.candidate(period=60.0)
     leadership = world.wait_for_leadership(candidate)
     world.stores[0].suspended = True
@@ -199,7 +199,7 @@ def test_a_broken_connection_ends_leadership_at_once(world):
 
 
 def test_a_leadership_acquired_while_the_connection_breaks_is_not_used(world):
-    """The candidate closes that session and leads with its next one."""
+    """If the connection breaks while a candidate acquires leadership, the candidate leads with its next session."""
 
     def break_connection(session, operations, moment):
         if session == world.stores[0].session and operations[0].key == HOLDER and moment == "after":
@@ -213,14 +213,14 @@ def test_a_leadership_acquired_while_the_connection_breaks_is_not_used(world):
 
 
 def test_a_leadership_that_ends_before_its_grant_calls_no_callback(world):
-    """Neither `on_grant` nor `on_revoke` is called for it."""
+    """For a leadership that ends before `on_grant` is called, neither `on_grant` nor `on_revoke` is called."""
 
     class Breaking(SlowSession):
         reads = 0
 
         @property
         def suspended(self):
-            self.reads += 1  # the first read is that of the request that acquires leadership
+            self.reads += 1  # the first read is for the request that acquires leadership
             return 1 < self.reads < 30 and self.session == "session-1"
 
     candidate = world.candidate(open_store=lambda: Breaking(world.server, world.server.session().session))
@@ -229,7 +229,7 @@ def test_a_leadership_that_ends_before_its_grant_calls_no_callback(world):
 
 
 def test_a_broken_connection_is_noticed_without_a_request(world):
-    """`on_revoke` is called long before the next renewal."""
+    """When the connection breaks, `on_revoke` is called without waiting for the next renewal."""
     candidate = world.candidate(period=60.0)
     world.wait_for_leadership(candidate)
     world.stores[0].suspended = True
@@ -238,7 +238,7 @@ def test_a_broken_connection_is_noticed_without_a_request(world):
 
 
 def test_a_slow_on_grant_is_followed_by_on_revoke(world):
-    """Leadership that ends meanwhile is invalid at once. Another term begins only after `on_grant` has returned."""
+    """Leadership that ends during `on_grant` is invalid immediately. `on_revoke` is called after `on_grant` returns."""
     entered, released, seen = threading.Event(), threading.Event(), []
 
     def granted(leadership):
@@ -253,7 +253,7 @@ def test_a_slow_on_grant_is_followed_by_on_revoke(world):
     world.stores[0].suspended = True
     assert not leadership.valid
     world.stores[0].suspended = False
-    threading.Event().wait(0.1)  # time for a wrong call
+    threading.Event().wait(0.1)  # gives a wrong implementation time to act
     assert world.calls == [("a", "grant", 1)]
     assert world.stores[0].session in world.server.live, "the session was closed before on_grant returned"
     released.set()
@@ -262,7 +262,7 @@ def test_a_slow_on_grant_is_followed_by_on_revoke(world):
 
 
 def test_leadership_is_released_after_on_revoke(world):
-    """A successor cannot lead while `on_revoke` runs, so the old leader's jobs have ended."""
+    """A successor cannot lead while `on_revoke` is running, so the old leader can end its jobs first."""
     entered, released = threading.Event(), threading.Event()
 
     def revoked(_term, _reason):
@@ -276,7 +276,7 @@ def test_leadership_is_released_after_on_revoke(world):
     closing.start()
     assert entered.wait(10)
     assert not leadership.valid
-    threading.Event().wait(0.1)  # time for a wrong call
+    threading.Event().wait(0.1)  # gives a wrong implementation time to act
     assert second.leadership is None
     released.set()
     assert world.wait_for_leadership(second).term == 2
@@ -284,8 +284,8 @@ def test_leadership_is_released_after_on_revoke(world):
     assert not closing.is_alive()
 
 
-def test_an_on_revoke_that_does_not_return_delays_others_only_for_a_time(world, caplog):
-    """After `ending` another candidate leads. `close` returns False because the thread has not ended."""
+def test_an_on_revoke_that_does_not_return_delays_others_only_until_its_timeout(world, caplog):
+    """After `callback_timeout`, another candidate leads. `close` returns False, because a thread is still running."""
     released = threading.Event()
     first = world.candidate("a", revoked=lambda term, reason: released.wait(20), callback_timeout=0.1)
     world.wait_for_leadership(first)
@@ -301,20 +301,20 @@ def test_an_on_revoke_that_does_not_return_delays_others_only_for_a_time(world, 
 
 
 def test_a_candidate_does_not_campaign_while_its_callbacks_run(world):
-    """It could not lead, however long they take."""
+    """A candidate whose callbacks are still running does not open a new session, even after `callback_timeout`."""
     released = threading.Event()
     first = world.candidate("a", revoked=lambda term, reason: released.wait(20), callback_timeout=0.05)
     leadership = world.wait_for_leadership(first)
     leadership.end("ended by the test")
     eventually(lambda: world.stores[0].session not in world.server.live)
-    threading.Event().wait(0.1)  # time for a wrong call
+    threading.Event().wait(0.1)  # gives a wrong implementation time to act
     assert len(world.stores) == 1
     released.set()
     assert world.wait_for_leadership(first).term == 2
 
 
 def test_exceptions_in_callbacks_are_logged(world, caplog, monkeypatch):
-    """The candidate continues. After `on_grant` has raised, another candidate may lead first."""
+    """After a callback has raised, the candidate continues. After `on_grant` has raised, it first lets others lead."""
     monkeypatch.setattr("stagecrew.recovery.leadership.candidate._HOLD_OFF", 0.3)
 
     def granted(leadership):
@@ -337,13 +337,13 @@ def test_exceptions_in_callbacks_are_logged(world, caplog, monkeypatch):
 
 
 def test_a_store_that_cannot_be_opened_is_retried(world, caplog):
-    """The error is logged once."""
+    """A candidate retries until the store can be opened. It logs the same error once."""
     errors = [StoreUnavailable("the store does not exist yet")] * 3 + [ZeroDivisionError("in open_store")]
 
     def open_store():
         if errors:
             raise errors.pop(0)
-        return world.open()
+        return world.open_session()
 
     with caplog.at_level(logging.WARNING):
         candidate = world.candidate(open_store=open_store)
@@ -354,8 +354,8 @@ def test_a_store_that_cannot_be_opened_is_retried(world, caplog):
     assert caplog.text.count("the coordination store responds again") == 1
 
 
-def test_an_unexpected_exception_of_the_store_ends_leadership(world, caplog):
-    """It is logged with its traceback, and the candidate campaigns again."""
+def test_an_unexpected_exception_from_the_store_ends_leadership(world, caplog):
+    """An unexpected exception from the store is logged with its traceback. The candidate campaigns again."""
     bugs = [ZeroDivisionError("in transact")]
 
     def bug(_session, operations, _moment):
@@ -369,8 +369,8 @@ def test_an_unexpected_exception_of_the_store_ends_leadership(world, caplog):
     assert "Traceback" in caplog.text
 
 
-def test_leadership_survives_a_short_absence_of_the_store(world):
-    """It survives less than two thirds of the session timeout."""
+def test_leadership_survives_a_short_outage_of_the_store(world):
+    """Leadership survives an outage of less than two thirds of the session timeout."""
     candidate = world.candidate()
     leadership = world.wait_for_leadership(candidate)
 
@@ -393,7 +393,7 @@ def test_leadership_survives_a_short_absence_of_the_store(world):
 
 
 def test_a_candidate_can_be_closed_while_the_store_is_unavailable(world):
-    """It ends even while it waits for its next retry. A second `close` does nothing."""
+    """`close` ends a candidate even while it is waiting for its next retry. A second `close` does nothing."""
 
     def open_store():
         raise StoreUnavailable("no store")
@@ -405,7 +405,7 @@ def test_a_candidate_can_be_closed_while_the_store_is_unavailable(world):
 
 
 def test_a_candidate_can_be_closed_at_any_moment(world):
-    """Before, while and after it leads, twice and from several threads. Each grant is revoked once."""
+    """A candidate can be closed before and while it leads, from several threads. Each grant is revoked once."""
     for number in range(60):
         candidate = world.candidate(str(number), period=0.001)
         threading.Event().wait(number * 0.0003)
@@ -420,7 +420,7 @@ def test_a_candidate_can_be_closed_at_any_moment(world):
 
 
 def test_close_ends_a_hanging_request(world):
-    """The session is closed, which ends the request."""
+    """`close` closes the candidate's session, which ends a hanging request."""
     hangs, closed = threading.Event(), threading.Event()
 
     class Hanging(SlowSession):
@@ -440,7 +440,7 @@ def test_close_ends_a_hanging_request(world):
 
 
 def test_a_session_that_cannot_be_closed_is_logged(world, caplog):
-    """The next campaign begins."""
+    """An error in closing a session is logged, and the next campaign begins."""
 
     def close():
         world.server.expire(store.session)
@@ -456,7 +456,7 @@ def test_a_session_that_cannot_be_closed_is_logged(world, caplog):
 
 @pytest.mark.parametrize("callback", ["on_grant", "on_revoke"])
 def test_a_callback_can_close_its_candidate(world, callback):
-    """`close` does not wait for its own thread, and the threads end."""
+    """`close` in a callback does not wait for the callback's own thread. The candidate's threads still end."""
     candidates = []
 
     def close(*_):
@@ -477,8 +477,8 @@ def test_a_callback_can_close_its_candidate(world, callback):
     eventually(lambda: not any(thread.is_alive() for thread in candidates[0]._threads))
 
 
-def test_close_during_on_grant_ends_leadership_at_once(world):
-    """`on_revoke` is called after `on_grant` has returned, then leadership is released."""
+def test_close_during_on_grant_ends_leadership_immediately(world):
+    """`close` ends leadership immediately, but releases it only after `on_grant` and then `on_revoke` have returned."""
     entered, released = threading.Event(), threading.Event()
 
     def granted(leadership):
@@ -498,7 +498,7 @@ def test_close_during_on_grant_ends_leadership_at_once(world):
 
 
 def test_a_job_of_an_old_term_cannot_write(world):
-    """Its writes are refused after another term has begun, even with its own session."""
+    """A job's writes are refused after another term has begun, even if the job has a session of its own."""
     candidate = world.candidate()
     leadership = world.wait_for_leadership(candidate)
     session = world.server.session()
@@ -514,19 +514,19 @@ def test_a_job_of_an_old_term_cannot_write(world):
 
 
 def test_invalid_arguments_are_refused():
-    """No thread is started."""
+    """A candidate with invalid arguments raises ConfigurationError."""
     for bad in ({"period": 0}, {"period": -1}, {"callback_timeout": -1}):
         with pytest.raises(ConfigurationError, match="must be positive"):
             Candidate(None, None, None, **bad)
 
 
 def test_terms_grow_and_every_write_is_in_the_current_term(world):
-    """Three candidates lead in turn, and their sessions expire at any moment."""
+    """While leaders' sessions expire, three candidates take turns. Terms grow, and each write is fenced by its term."""
     candidates = [world.candidate(name) for name in "abc"]
     done = 0
     while done < 15:
         leader = eventually(lambda: next(filter(None, (candidate.leadership for candidate in candidates)), None))
-        with contextlib.suppress(LeadershipLost):  # it has not noticed yet
+        with contextlib.suppress(LeadershipLost):  # this leader has not noticed yet that its session has expired
             leader.store.transact(Create(f"work-{leader.term}"))
             world.server.expire(leader.store.session)
             done += 1

@@ -1,4 +1,4 @@
-"""The socket of a channel without Spark: data arrives complete and in order, even if the peer reads slowly."""
+"""Channels without Spark: data arrives complete and in order, and a peer that stalls or closes causes an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ends():
 
 
 def test_all_pieces_of_a_write_arrive_complete_and_in_order(ends):
-    """One call writes many small frames and some larger than the socket's buffers while the peer reads."""
+    """One `write` with many small frames, and some larger than the socket's buffers, delivers all of them in order."""
     one, other = ends
     sent = [os.urandom(size) for size in [10] * 1500 + [3 << 20, 5, 1 << 20, 7]]
     pieces = [piece for data in sent for piece in encoded("FROM", executor="1", frames=data)]
@@ -39,15 +39,15 @@ def test_all_pieces_of_a_write_arrive_complete_and_in_order(ends):
 
 
 def test_a_write_to_a_peer_that_does_not_read_times_out(ends):
-    """The error says that the peer no longer reads."""
+    """A write to a peer that does not read fails after the timeout. The error says that the peer no longer reads."""
     one, _ = ends
     slow = Channel(one._socket, 1 << 20, 0.2)
     with pytest.raises(ChannelClosed, match="no longer reads"):
         slow.write(encode("FROM", executor="1", frames=bytes(32 << 20)))
 
 
-def test_reads_and_writes_fail_at_once_when_the_peer_has_closed(ends):
-    """So do writes to a channel that is closed on this side."""
+def test_reads_and_writes_fail_immediately_when_the_peer_has_closed(ends):
+    """Reads and writes fail after the peer has closed the channel. Writes also fail after this side has closed it."""
     one, other = ends
     other.close()
     with pytest.raises(ChannelClosed):
@@ -60,7 +60,7 @@ def test_reads_and_writes_fail_at_once_when_the_peer_has_closed(ends):
 
 
 def test_a_signal_handler_can_wait_for_its_own_frame(ends):
-    """The process waits for a frame and its signal handler for another. Both receive theirs."""
+    """A process waits for a frame, and its signal handler waits for a different one. Each receives its own frame."""
     one, other = ends
     received, done = [], threading.Event()
 

@@ -1,4 +1,4 @@
-"""Checkpoints and resets of coordinators, driven by the harness of `stagecrew.testing`, without Spark and threads."""
+"""Checkpoints and resets of coordinators, with the harness of `stagecrew.testing` and without Spark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stagecrew.testing import CoordinatorHarness
 
 
 class Counting(stagecrew.Coordinator):
-    """Sends each event on to every task. Its state is the number of events handled and sent."""
+    """Passes each event on to every task. Its state is the numbers of events that it has handled and sent."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -72,8 +72,8 @@ def harness():
     assert made.coordinator.calls[-1] == "close"
 
 
-def test_a_state_that_is_available_at_once_is_in_the_checkpoint(harness):
-    """The coordinator is notified that the checkpoint is complete. Checkpoint ids must increase."""
+def test_a_state_that_is_available_immediately_is_in_the_checkpoint(harness):
+    """A checkpoint contains the state, and the coordinator is notified that it is complete. Ids must increase."""
     task = harness.evaluation(0)
     task.send("a")
     checkpoint = harness.checkpoint()
@@ -84,8 +84,8 @@ def test_a_state_that_is_available_at_once_is_in_the_checkpoint(harness):
         harness.checkpoint(7)
 
 
-def test_a_checkpoint_cuts_where_its_future_completes(harness):
-    """Events sent before the cut are delivered. Events sent after it are held back until the checkpoint ends."""
+def test_the_cut_of_a_checkpoint_is_where_its_future_completes(harness):
+    """Events sent before the cut are delivered. Events sent after the cut are held back until the checkpoint ends."""
     task = harness.evaluation(0)
     coordinator = harness.coordinator
     coordinator.state = Future()
@@ -104,7 +104,10 @@ def test_a_checkpoint_cuts_where_its_future_completes(harness):
 
 
 def test_a_coordinator_without_a_state_in_time_aborts_the_checkpoint(harness):
-    """The error names it. It is notified of the abort, and its events are delivered again."""
+    """If a coordinator gives no state in time, the checkpoint is aborted, and the error names the coordinator.
+
+    The coordinator is notified of the abort, and its events are no longer held back.
+    """
     task = harness.evaluation(0)
     coordinator = harness.coordinator
     coordinator.state = never = Future()
@@ -117,14 +120,14 @@ def test_a_coordinator_without_a_state_in_time_aborts_the_checkpoint(harness):
     assert coordinator.calls == ["start", ("aborted", 1)]
     coordinator.state = None
     assert harness.checkpoint().states == {"operator/1": b"0 1"}
-    never.set_result(b"late")  # for the aborted checkpoint: holds nothing back
+    never.set_result(b"late")  # this state for the aborted checkpoint must not hold back events
     coordinator.send("b")
     assert task.events() == ["b"]
     assert harness.failure is None
 
 
 def test_an_aborted_checkpoint_delivers_the_events_after_its_cut(harness):
-    """They were held back until the checkpoint was aborted."""
+    """Events after the cut are held back until the checkpoint is aborted, and are then delivered."""
     task = harness.evaluation(0)
     task.acknowledges = False
     coordinator = harness.coordinator
@@ -143,7 +146,7 @@ def test_an_aborted_checkpoint_delivers_the_events_after_its_cut(harness):
 
 
 def test_checkpoints_of_two_threads_run_one_after_the_other(harness):
-    """The second waits until the first is complete."""
+    """A checkpoint that another thread starts waits until the first checkpoint is complete."""
     second = []
 
     def other():
@@ -165,7 +168,10 @@ def test_checkpoints_of_two_threads_run_one_after_the_other(harness):
 
 
 def test_a_failed_future_or_an_invalid_state_fails_only_the_checkpoint(harness):
-    """An exception raised by `checkpoint` itself fails the coordinator."""
+    """A future that fails, or whose result is not bytes, fails only the checkpoint.
+
+    An exception raised by `checkpoint` itself also fails the coordinator.
+    """
     coordinator = harness.coordinator
     coordinator.state = Future()
     coordinator.state.set_exception(OSError("no room"))
@@ -186,7 +192,7 @@ def test_a_failed_future_or_an_invalid_state_fails_only_the_checkpoint(harness):
 
 
 def test_a_checkpoint_waits_for_events_before_its_cut(harness):
-    """It fails if one is not acknowledged in time. It does not wait for a failed attempt."""
+    """A checkpoint fails if an event before its cut is not acknowledged in time, unless the attempt has failed."""
     task = harness.evaluation(0)
     task.acknowledges = False
     harness.coordinator.send("a")
@@ -199,7 +205,7 @@ def test_a_checkpoint_waits_for_events_before_its_cut(harness):
 
 
 def test_events_to_an_evaluation_that_begins_after_the_cut_are_held_back(harness):
-    """They are delivered when the checkpoint is complete."""
+    """Events to an evaluation that begins after the cut are delivered only when the checkpoint is complete."""
     coordinator = harness.coordinator
     coordinator.state = Future()
     first = harness.evaluation(0)
@@ -221,7 +227,7 @@ def test_events_to_an_evaluation_that_begins_after_the_cut_are_held_back(harness
 
 
 def test_a_reset_starts_a_new_coordinator_from_the_checkpoint(harness):
-    """Earlier evaluations are aborted and their events ignored. The old coordinator is closed."""
+    """A reset closes the old coordinator, aborts its evaluations, and restores a new one from the checkpoint."""
     task = harness.evaluation(0)
     task.send("a")
     checkpoint = harness.checkpoint()
@@ -245,7 +251,7 @@ def test_a_reset_starts_a_new_coordinator_from_the_checkpoint(harness):
 
 
 def test_a_reset_during_a_checkpoint_fails_the_checkpoint(harness):
-    """The error says so, and no event is held back afterwards."""
+    """A checkpoint fails if its coordinator is reset. The error says so, and no event is held back afterwards."""
     harness.coordinator.state = Future()
     old = harness.coordinator
     with pytest.raises(stagecrew.errors.CheckpointFailed, match="was reset during the checkpoint"):
@@ -257,7 +263,7 @@ def test_a_reset_during_a_checkpoint_fails_the_checkpoint(harness):
 
 
 def test_a_corrupt_state_fails_the_topology(harness):
-    """The coordinator cannot be restored from it."""
+    """If `reset_to_checkpoint` raises because the state is corrupt, the topology fails."""
     harness.reset(stagecrew.Checkpoint(3, {"operator/1": b"garbage"}))
     assert isinstance(harness.failure, ValueError)
     with pytest.raises(stagecrew.errors.CoordinatorFailed):
@@ -265,7 +271,7 @@ def test_a_corrupt_state_fails_the_topology(harness):
 
 
 def test_the_cut_is_exact():
-    """1,000 checkpoints under load: a complete checkpoint counts exactly the events that are in the mailboxes."""
+    """Under load, the state in each of 1,000 checkpoints counts exactly the events that were delivered to each task."""
     choice = random.Random(7)
     with CoordinatorHarness(Counting) as harness:
         coordinator = harness.coordinator
@@ -304,7 +310,7 @@ def test_a_checkpoint_is_the_same_after_serialization(id_, states):
 
 @given(st.data())
 def test_corrupt_checkpoint_bytes_are_detected(data):
-    """One changed byte or missing bytes at the end raise `ConfigurationError`."""
+    """`from_bytes` raises ConfigurationError if a byte was changed or bytes are missing at the end."""
     good = stagecrew.Checkpoint(1, {"a/1": b"state"}).to_bytes()
     at = data.draw(st.integers(0, len(good) - 1))
     flipped = good[:at] + bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1 :]
@@ -314,7 +320,7 @@ def test_corrupt_checkpoint_bytes_are_detected(data):
 
 
 def test_call_async_repeats_with_a_period(harness):
-    """It calls again one period after each end, by the harness's clock, until the coordinator is closed."""
+    """`call_async` with a period repeats the call one period after each one ends, until the coordinator is closed."""
     results = []
     harness.coordinator.context.call_async(lambda: harness.now, lambda *result: results.append(result), period=2.0)
     harness.run()
@@ -329,7 +335,7 @@ def test_call_async_repeats_with_a_period(harness):
 
 
 def test_every_calls_at_intervals_on_the_coordinators_thread(harness):
-    """It first calls after one interval, then one interval after each end, until the coordinator is closed."""
+    """`every` calls after one interval, and then one interval after each call ends, until the coordinator is closed."""
     times = []
     harness.coordinator.context.every(2.0, lambda: times.append(harness.now))
     harness.run()
@@ -342,7 +348,7 @@ def test_every_calls_at_intervals_on_the_coordinators_thread(harness):
 
 
 def test_a_late_acknowledgement_fails_only_its_attempt(harness):
-    """The attempt fails after spark.stagecrew.ack.timeout by the harness's clock."""
+    """Only the attempt that does not acknowledge an event within spark.stagecrew.ack.timeout fails."""
     silent, other = harness.evaluation(0), harness.evaluation(1)
     silent.acknowledges = False
     harness.coordinator.send("a")
@@ -355,10 +361,12 @@ def test_a_late_acknowledgement_fails_only_its_attempt(harness):
 
 
 def test_a_restored_coordinator_is_notified_when_a_subtask_begins_again():
-    """It gets `subtask_reset` for each subtask that had begun before the checkpoint: in the same process, in a new one,
-    and for a binding that claims its state. A subtask that had not begun is not reset."""
+    """`subtask_reset` is called when a subtask begins again that had begun before the restored checkpoint.
 
-    class Notes(stagecrew.Coordinator):
+    This holds for a reset in the same session and in a new one. A subtask that had not begun is not reset.
+    """
+
+    class RecordsResets(stagecrew.Coordinator):
         def __init__(self, context):
             super().__init__(context)
             self.resets = []
@@ -369,20 +377,20 @@ def test_a_restored_coordinator_is_notified_when_a_subtask_begins_again():
         def subtask_reset(self, subtask, checkpoint_id):
             self.resets.append(subtask)
 
-    def next_evaluations(harness):
+    def resets_of_next_evaluations(harness):
         for subtask in (0, 1, 70):
             harness.evaluation(subtask=subtask).finish()
         return harness.coordinator.resets
 
-    with CoordinatorHarness(Notes) as harness:
+    with CoordinatorHarness(RecordsResets) as harness:
         harness.evaluation(subtask=0).finish()
         harness.evaluation(subtask=70)
         checkpoint = stagecrew.Checkpoint.from_bytes(harness.checkpoint().to_bytes())
         assert checkpoint.subtasks == {"operator/1": 1 | 1 << 70}
         harness.reset(checkpoint)
-        assert next_evaluations(harness) == [0, 70]
+        assert resets_of_next_evaluations(harness) == [0, 70]
         harness.reset()
-        assert next_evaluations(harness) == []
-    with CoordinatorHarness(Notes) as harness:
+        assert resets_of_next_evaluations(harness) == []
+    with CoordinatorHarness(RecordsResets) as harness:
         harness.reset(checkpoint)
-        assert next_evaluations(harness) == [0, 70]
+        assert resets_of_next_evaluations(harness) == [0, 70]

@@ -51,7 +51,7 @@ def run_script(folder: Path, status: int = 0) -> subprocess.CompletedProcess[str
 
 
 def test_a_checkout_with_another_name_is_tested_in_a_copy_named_stagecrew(tmp_path: Path) -> None:
-    """The copy is outside the checkout and has the tracked files in their current state. The script removes it."""
+    """The copy is outside the checkout and contains the tracked files as they are now. The script removes the copy."""
     checkout = tmp_path / "another name"
     result = run_script(checkout)
     assert result.returncode == 0, result.stderr
@@ -69,7 +69,7 @@ def test_a_checkout_with_another_name_is_tested_in_a_copy_named_stagecrew(tmp_pa
 
 
 def test_a_checkout_named_stagecrew_is_tested_in_place(tmp_path: Path) -> None:
-    """The script does not copy it."""
+    """The script does not copy a checkout that is already named stagecrew."""
     checkout = tmp_path / "stagecrew"
     result = run_script(checkout)
     assert result.returncode == 0, result.stderr
@@ -78,7 +78,7 @@ def test_a_checkout_named_stagecrew_is_tested_in_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["stagecrew", "another"])
 def test_the_script_fails_when_the_tests_fail(tmp_path: Path, name: str) -> None:
-    """It exits with the status of `make` and leaves no temporary files."""
+    """The script exits with the status of `make` and leaves no temporary files."""
     result = run_script(tmp_path / name, status=2)
     assert result.returncode == 2
     assert "3 passed in 0.1s" in result.stdout.splitlines()

@@ -31,7 +31,7 @@ def stagecrew_command(*arguments: str) -> Result:
 
 @pytest.fixture
 def jar(tmp_path, monkeypatch):
-    """A jar of the package's version, so that these tests need no build."""
+    """A fake jar with the package's version, so that these tests need no build."""
     path = tmp_path / "stagecrew.jar"
     write_jar(path, stagecrew.__version__, stagecrew.__version__)
     for module in ("stagecrew.cli", "stagecrew.doctor", "stagecrew.jar"):
@@ -46,7 +46,7 @@ def write_jar(path: Path, classes: str, python: str) -> None:
 
 
 def fake_java(folder: Path, output: str) -> Path:
-    """A JAVA_HOME whose `java` prints this output."""
+    """Creates a JAVA_HOME whose `java` prints this output, and returns its path."""
     program = folder / "bin" / "java"
     program.parent.mkdir(parents=True)
     program.write_text(f"#!/bin/sh\nprintf '%s\\n' {shlex.quote(output)} >&2\n")
@@ -104,7 +104,7 @@ def test_an_unreachable_store_is_reported_in_one_line():
 
 
 def test_an_error_of_stagecrew_is_printed_in_one_line(monkeypatch):
-    """Its message is printed on standard error without a traceback, and the exit code is 1."""
+    """The message of a stagecrew error is printed to standard error without a traceback, and the exit code is 1."""
 
     def missing():
         raise ConfigurationError("there is no jar [here]:\nrun `make jar`")
@@ -116,7 +116,7 @@ def test_an_error_of_stagecrew_is_printed_in_one_line(monkeypatch):
 
 
 def test_an_unexpected_exception_keeps_its_traceback(monkeypatch):
-    """An exception that is not stagecrew's own is a bug and is not shown as a user's mistake."""
+    """An exception that is not a stagecrew error is a bug, and is not reported as a user's mistake."""
 
     def broken():
         raise ZeroDivisionError
@@ -150,7 +150,7 @@ def test_conf_prints_arguments(jar):
 
 
 def test_conf_refuses_a_path_that_a_shell_would_split(monkeypatch):
-    """A path with a space cannot be used in $(...). The error of `--arguments` names an alternative."""
+    """`conf --arguments` refuses a path with a space, which $(...) would split. The error names an alternative."""
     monkeypatch.setattr("stagecrew.jar.jar_path", lambda: "/a folder/stagecrew.jar")
     result = stagecrew_command("conf", "--arguments")
     assert result.exit_code == 1
@@ -179,7 +179,7 @@ def test_doctor_without_spark_prints_json(jar, tmp_path, monkeypatch):
 
 
 def test_a_failed_check_of_doctor_shows_a_remedy(jar, tmp_path, monkeypatch):
-    """The exit code is 1, the line says what to do, and Spark is not started."""
+    """If a check of `doctor` fails, the output says what to do, the exit code is 1, and Spark is not started."""
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
     result = stagecrew_command("doctor")
     assert result.exit_code == 1
@@ -199,7 +199,7 @@ def test_a_failed_check_of_doctor_shows_a_remedy(jar, tmp_path, monkeypatch):
     ],
 )
 def test_doctor_requires_java_17(tmp_path, monkeypatch, output, status):
-    """The version is read in its old and its new form. A version below 17 fails."""
+    """`doctor` reads Java versions in the old and the new format. A version below 17 fails."""
     monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path, output)))
     check = doctor.java()
     assert check.status == status
@@ -207,7 +207,7 @@ def test_doctor_requires_java_17(tmp_path, monkeypatch, output, status):
 
 
 def test_doctor_and_demo_say_how_to_install_java(tmp_path, monkeypatch):
-    """There is no JAVA_HOME, and no `java` on the PATH."""
+    """Without JAVA_HOME and without `java` on the PATH, `doctor` and `demo` say how to install Java."""
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor.java().status == "failed"
@@ -226,13 +226,13 @@ def test_doctor_refuses_a_jar_of_another_version(jar, classes, python):
 
 
 def test_an_unreadable_jar_is_a_failed_check(jar):
-    """Doctor shows no traceback."""
+    """A jar that cannot be read is a failed check of `doctor`, not an exception."""
     jar.write_bytes(b"not an archive")
     assert doctor.jar().status == "failed"
 
 
 def test_doctor_refuses_other_versions_of_pyspark_and_pandas(monkeypatch):
-    """An older PySpark and pandas 3 fail, each with the pip command that fixes it. Missing pandas is a warning."""
+    """An older PySpark and pandas 3 fail, each with a remedy. Missing pandas is a warning."""
     monkeypatch.setattr("pyspark.__version__", "4.1.4")
     monkeypatch.setattr("pandas.__version__", "3.0.1")
     assert (doctor.pyspark_version().status, doctor.pandas_version().status) == ("failed", "failed")
@@ -257,14 +257,14 @@ def test_a_package_that_cannot_be_imported_is_a_failed_check(jar, tmp_path, monk
 
 
 def test_doctor_never_raises(monkeypatch):
-    """A check that raises is a failed check."""
+    """A check of `doctor` that raises is reported as a failed check."""
     monkeypatch.setattr(doctor, "java", lambda: 1 / 0)
     assert doctor.examine(None)[0].status == "failed"
     assert "ZeroDivisionError" in doctor.examine(None)[0].found
 
 
 def test_sigterm_ends_the_demo_with_143(tmp_path, monkeypatch):
-    """The demo cleans up and does not report failed flights."""
+    """On SIGTERM, the demo cleans up, exits with 143 and prints nothing about failed flights."""
     cleaned = []
 
     class Flights:
@@ -286,8 +286,8 @@ def test_sigterm_ends_the_demo_with_143(tmp_path, monkeypatch):
     assert (result.exit_code, result.output, cleaned) == (143, "", [True])
 
 
-def test_doctor_compares_what_the_workers_run():
-    """Another Python version on workers is a warning that shows both versions. Another stagecrew version fails."""
+def test_doctor_compares_the_versions_on_workers():
+    """If workers have another Python version, `doctor` warns and shows both. Another stagecrew version is a failure."""
     worker = {
         "python": "3.11.0",
         "executable": "/other/python",
@@ -320,7 +320,7 @@ def test_doctor_compares_what_the_workers_run():
     ],
 )
 def test_only_the_cause_of_an_error_is_printed(text, line):
-    """One line is chosen from stack traces of two languages."""
+    """From an error with Java and Python stack traces, only the line that states the cause is printed."""
     assert spark_error_line(ValueError(text)) == line
 
 
@@ -335,7 +335,7 @@ def test_another_database_is_refused_without_repeating_it(url, tmp_path):
 
 
 def test_an_invalid_url_is_not_repeated_in_the_error():
-    """psycopg quotes a bad URL. Neither the message nor a chained exception of stagecrew shows it."""
+    """psycopg quotes an invalid URL. Neither stagecrew's message nor a chained exception repeats it."""
     with pytest.raises(ConfigurationError, match="cannot be read") as caught:
         PostgreSQL(f"postgresql://u:{SECRET}%zz@h/db").build({})
     assert SECRET not in str(caught.value)
@@ -360,7 +360,7 @@ def test_missing_flights_data_is_an_error_with_a_remedy(tmp_path, monkeypatch):
 
 
 def test_sqlite_counts_connections(tmp_path):
-    """Direct connections and a pool's connections count. A lookup returns the loaded rows, and nulls stay nulls."""
+    """The SQLite database counts direct and pooled connections. A lookup returns the loaded rows and keeps nulls."""
     database = database_of(None, tmp_path, tmp_path)
     database.build({"planes": Table({"tailnum": "TEXT", "seats": "INTEGER"}, [("N1", 55), ("N2", None)])})
     assert database.connections() == 0

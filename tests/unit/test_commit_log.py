@@ -1,4 +1,4 @@
-"""Commit logs: records, versions, concurrent and killed writers."""
+"""Commit logs: versions of records, concurrent writers, and killed writers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.local_sinks import files, sqlite
 
 
 def test_a_commit_log_compares_versions(tmp_path):
-    """A write with an old version is refused. A file log accepts the repeat of its own successful write."""
+    """A write with an old version is refused. A file log accepts a repetition of its own successful write."""
     for make in (MemoryCommitLog, lambda: FileCommitLog(tmp_path / "log")):
         commit_log = make()
         assert commit_log.read("a/b") is None
@@ -32,7 +32,7 @@ def test_a_commit_log_compares_versions(tmp_path):
 
 @pytest.mark.parametrize("key", ["ä" * 200, " " * 84, "\U0001f600" * 200, "a" * 250, "a" * 251, "a/" * 100])
 def test_a_commit_log_accepts_ids_of_any_length(tmp_path, key):
-    """Each id has its own record, also if two ids differ only in their last character."""
+    """Each commit id has its own record, even if two long ids differ only in their last character."""
     commit_log = FileCommitLog(tmp_path)
     for id_ in (key, f"{key[:-1]}b"):
         assert commit_log.read(id_) is None
@@ -44,7 +44,7 @@ def test_a_commit_log_accepts_ids_of_any_length(tmp_path, key):
 
 
 def test_a_commit_log_reads_records_of_older_versions(tmp_path):
-    """The file of an id that differs only in case is not mistaken for its record."""
+    """Records of older versions are read. The record of an id that differs only in case is refused, not confused."""
     (tmp_path / "a%2Fb.json").write_text('{"version": 3, "record": {"state": "decided"}}')
     commit_log = FileCommitLog(tmp_path)
     assert commit_log.read("a/b") == (3, {"state": "decided"})
@@ -55,7 +55,7 @@ def test_a_commit_log_reads_records_of_older_versions(tmp_path):
 
 
 def test_one_of_many_concurrent_writers_wins(tmp_path):
-    """The others get `CommitSuperseded`, and no temporary file is left."""
+    """Of many concurrent writers, one succeeds and the others get CommitSuperseded. No temporary file is left."""
     won = []
 
     def write(number):
@@ -79,7 +79,7 @@ def test_one_of_many_concurrent_writers_wins(tmp_path):
 
 
 def test_a_killed_writer_of_the_commit_log_changes_no_record(tmp_path):
-    """Its unfinished file is never read. The next writer deletes it."""
+    """The unfinished file of a killed writer is never read, and the next writer deletes it."""
     commit_log = FileCommitLog(tmp_path)
     commit_log.write("c", {"state": "open"}, 0)
     for moment in ("os.fsync", "os.replace"):
@@ -98,7 +98,7 @@ stagecrew.operators.FileCommitLog({str(tmp_path)!r}).write("c", {{"state": "deci
 
 
 def test_an_unreadable_record_fails_the_commit(tmp_path):
-    """The decision is unknown, so no task runs. The error names the file."""
+    """If a record cannot be read, its decision is unknown, so no task runs. The error names the file."""
     trial = sqlite(tmp_path)
     (tmp_path / "log" / "c.json").write_text('{"version": 1')
     with pytest.raises(CommitUnknown, match="record of commit 'c' cannot be read from .*c.json: JSONDecodeError"):
@@ -106,7 +106,10 @@ def test_an_unreadable_record_fails_the_commit(tmp_path):
 
 
 def test_the_memory_log_forgets_only_ended_commits():
-    """It keeps the latest ended ones. A driver of a forgotten commit cannot overwrite a later record of the same id."""
+    """The memory log keeps all pending commits and the latest ended ones.
+
+    The driver of a forgotten commit cannot overwrite a later record with the same id.
+    """
     commit_log = MemoryCommitLog()
     old = commit_log.write("c", {"state": "open"}, 0)
     commit_log.write("pending", {"state": "decided"}, 0)
@@ -122,7 +125,7 @@ def test_the_memory_log_forgets_only_ended_commits():
 
 
 def test_the_folder_of_a_commit_log_may_contain_links(tmp_path, monkeypatch):
-    """The path is resolved as the operating system does."""
+    """The path of a commit log's folder is resolved as the operating system resolves it, including symbolic links."""
     (tmp_path / "far" / "in").mkdir(parents=True)
     (tmp_path / "near").mkdir()
     (tmp_path / "near" / "link").symlink_to(tmp_path / "far" / "in")

@@ -1,4 +1,4 @@
-"""Commit records: a repeated commit is compared with its record, records are validated and have a format."""
+"""Commit records: repeated commits are compared with their records, and records are validated and have a format."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from support.local_sinks import SINKS, files, iceberg, objects, parquet, small_d
 from support.model_store import ModelServer
 from support.simulated_jobs import MemorySink
 
-#: When the first commit of each test is decided: 2026-11-22 17:14:27 UTC.
-MONDAY = 1795367667.0
+#: The time at which the first commit of each test is decided: 2026-11-22 17:14:27 UTC.
+DECIDED_AT = 1795367667.0
 
 
 @pytest.fixture(params=SINKS, ids=lambda make: make.__name__)
@@ -49,11 +49,11 @@ def trial(request, tmp_path):
 
 
 def warnings(caplog):
-    """The warnings so far."""
+    """Returns the warnings that were logged so far."""
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def run_commit(trial, content=None, schema=SCHEMA, commit_log=None, sink=None, clock=lambda: MONDAY, **more):
+def run_commit(trial, content=None, schema=SCHEMA, commit_log=None, sink=None, clock=lambda: DECIDED_AT, **more):
     """Calls `commit` once with the id "c"."""
     target, tasks = sink or trial.make_sink(), Tasks(1)
     return commit(
@@ -67,7 +67,10 @@ def run_commit(trial, content=None, schema=SCHEMA, commit_log=None, sink=None, c
 
 @pytest.mark.parametrize("log_lost", [False, True], ids=["recorded", "log lost"])
 def test_a_commit_id_with_different_content_is_refused(trial, log_lost):
-    """The error names both contents and nothing changes, even if only the sink still knows the commit."""
+    """If a commit is repeated with different content, the error names both contents, and nothing changes.
+
+    This holds even if the log was lost and only the sink still knows the commit.
+    """
     run_commit(trial, "monday")
     before = sorted(trial.visible())
     commit_log = MemoryCommitLog() if log_lost else trial.commit_log
@@ -85,7 +88,7 @@ def test_a_commit_id_with_different_content_is_refused(trial, log_lost):
 
 @pytest.mark.parametrize("log_lost", [False, True], ids=["recorded", "log lost"])
 def test_a_commit_id_with_different_columns_is_refused(trial, log_lost):
-    """The error names the columns of both, and no task runs."""
+    """If a commit is repeated with different columns, the error names the columns of both, and no task runs."""
     run_commit(trial)
     commit_log = MemoryCommitLog() if log_lost else trial.commit_log
     for schema, difference in (
@@ -130,11 +133,11 @@ def test_nested_types_are_compared_by_names_and_types():
 
 @pytest.mark.parametrize("log_lost", [False, True], ids=["recorded", "log lost"])
 def test_a_repeated_commit_logs_a_warning(trial, log_lost, caplog):
-    """It names the id, the time of the decision and the number of rows. A first commit logs nothing."""
+    """A repeat logs a warning with the id, the time of the decision and the number of rows. A first commit does not."""
     run_commit(trial, "monday")
     assert warnings(caplog) == []
     commit_log = MemoryCommitLog() if log_lost else trial.commit_log
-    assert run_commit(trial, "monday", commit_log=commit_log, clock=lambda: MONDAY + 86400).repeated
+    assert run_commit(trial, "monday", commit_log=commit_log, clock=lambda: DECIDED_AT + 86400).repeated
     assert warnings(caplog) == [
         (
             "commit 'c' was already done: it was decided on 2026-11-22 17:14:27 UTC, with 40 rows. This call has "
@@ -169,7 +172,10 @@ def test_a_repeat_that_finishes_a_pending_commit_logs_a_warning(tmp_path, caplog
 
 
 def test_a_commit_applied_by_an_earlier_version_is_a_repeat(tmp_path, caplog):
-    """Its sink does not know the content, so no content is compared. The warning lists the unknown facts."""
+    """If an earlier version applied a commit, the sink does not know its content, so no content is compared.
+
+    The warning lists the unknown facts.
+    """
     for make in (parquet, objects, sqlite):
         folder = tmp_path / make.__name__
         folder.mkdir()
@@ -196,7 +202,7 @@ class SinkWithoutMarks(MemorySink):
 
 
 def test_a_sink_without_marks_recognizes_repeats(tmp_path, caplog):
-    """It has only the protocol's five methods. The warning lists the unknown facts."""
+    """A sink with only the protocol's required methods recognizes repeats. The warning lists the unknown facts."""
     sink = SinkWithoutMarks(str(tmp_path))
 
     def run(staging):
@@ -209,7 +215,7 @@ def test_a_sink_without_marks_recognizes_repeats(tmp_path, caplog):
 
 
 def test_a_sink_without_an_identity_is_identified_by_its_class(tmp_path):
-    """Sinks of different classes are different sinks."""
+    """Sinks that have no identity count as different if their classes differ."""
     commit_log = MemoryCommitLog()
 
     class Anonymous(MemorySink):
@@ -222,7 +228,7 @@ def test_a_sink_without_an_identity_is_identified_by_its_class(tmp_path):
 
     one, other = Anonymous("one"), Other("other")
     for sink in (one, other):
-        other.visible["c"] = []  # it has a commit with this id too
+        other.visible["c"] = []  # the other sink has a commit with this id too
         with (
             pytest.raises(OperatorMisused, match="'c' belongs to .*Anonymous, not to .*Other: use")
             if (sink is other)
@@ -232,7 +238,7 @@ def test_a_sink_without_an_identity_is_identified_by_its_class(tmp_path):
 
 
 def test_an_aborted_commit_can_be_repeated_with_other_content(trial):
-    """Nothing of the aborted commit was written, so its content is not compared."""
+    """The content of an aborted commit is not compared, because the commit wrote nothing."""
 
     def fails(staging):
         raise ValueError("the job failed")
@@ -246,7 +252,7 @@ def test_an_aborted_commit_can_be_repeated_with_other_content(trial):
 
 @pytest.mark.parametrize("content", ["x" * 1000, "\x00\n\ud800'\"%s\\" * 30, '"' * 60, "\U0001f600" * 60, ""])
 def test_content_can_be_any_text(trial, content):
-    """It may be long and contain any characters, and every character counts. The sink's mark is always short."""
+    """Content can be long and contain any characters, and every character counts. The sink's mark is always short."""
     run_commit(trial, content)
     for commit_log in (trial.commit_log, MemoryCommitLog()):
         assert run_commit(trial, content, commit_log=commit_log).repeated
@@ -258,7 +264,7 @@ def test_content_can_be_any_text(trial, content):
 
 
 def test_content_must_be_a_text():
-    """Any other type is refused before the sink is used."""
+    """Content of any type other than str is refused before the sink is used."""
     with pytest.raises(
         OperatorMisused, match=r"content of a commit is a text, such as a date .*, not datetime.date\(2026"
     ):
@@ -269,7 +275,7 @@ def test_content_must_be_a_text():
 
 
 class Handles:
-    """The commits of a job, in a store."""
+    """State handles for the commits of a job, with an in-memory store."""
 
     def __init__(self, tmp_path):
         session = ModelServer().session()
@@ -280,7 +286,7 @@ class Handles:
 
 @pytest.fixture(params=["memory", "file", "stored"])
 def open_log(request, tmp_path):
-    """A function that opens a sink's commit log. Each call opens the same log."""
+    """A function that opens the commit log for a sink. Each call opens the same log."""
     if request.param == "stored":
         handles = Handles(tmp_path).handles
         return lambda sink: StoredCommitLog(handles, sink)
@@ -297,7 +303,10 @@ def rows(sink):
 
 
 def test_different_content_in_a_job(tmp_path, open_log, caplog):
-    """The run that decided the commit gets an error. A later run of the job gets a warning, and the rows stay."""
+    """Different content is an error in the run that decided the commit. In a later run of the job, it is a warning.
+
+    The rows of the earlier run stay.
+    """
     sink = MemorySink(str(tmp_path))
     commit_log = open_log(sink)
 
@@ -322,7 +331,10 @@ def test_different_content_in_a_job(tmp_path, open_log, caplog):
 
 
 def test_a_different_sink_in_a_later_run_of_a_job(tmp_path, open_log, caplog):
-    """A path may contain a date. The earlier run's rows stay, a warning names both sinks, the new sink is untouched."""
+    """If a later run of a job commits to a different sink (its path may contain a date), the earlier run's rows stay.
+
+    A warning names both sinks, and the new sink is not used.
+    """
     one, other = MemorySink(f"{tmp_path}/monday"), MemorySink(f"{tmp_path}/tuesday")
     commit(one, open_log(one), "c", SCHEMA, rows(one), writer=("nightly", 1))
     for writer in (("nightly", 1), None):
@@ -335,13 +347,13 @@ def test_a_different_sink_in_a_later_run_of_a_job(tmp_path, open_log, caplog):
 
 
 def test_rolling_forward_uses_only_the_record(tmp_path, caplog):
-    """A run finishes the commits of the previous run with the stored sink, schema and content. Nothing is compared."""
+    """A run finishes the previous run's commits with the stored sink, schema and content, and compares nothing."""
     handles, sink = Handles(tmp_path).handles, MemorySink(str(tmp_path))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CommitPending):
         patch.setattr(sink, "commit", lambda *_: 1 / 0)
         commit(
             sink, StoredCommitLog(handles, sink), "c", SCHEMA, rows(sink), content="monday", writer=("nightly", 1),
-            sleep=lambda _: None, clock=lambda: MONDAY,
+            sleep=lambda _: None, clock=lambda: DECIDED_AT,
         )  # fmt: skip
     caplog.clear()
     finish_commits(handles, ending=False)
@@ -349,7 +361,7 @@ def test_rolling_forward_uses_only_the_record(tmp_path, caplog):
     assert warnings(caplog) == []
     record = StoredCommitLog(handles, sink).read("c")[1]
     assert (record["state"], record["content"], record["job"], record["attempt"], record["time"]) == (
-        "applied", "monday", "nightly", 1, MONDAY,
+        "applied", "monday", "nightly", 1, DECIDED_AT,
     )  # fmt: skip
 
 
@@ -368,7 +380,7 @@ class Untouched:
 
 
 def earlier_record(state, **more):
-    """A record as an earlier version wrote it."""
+    """Returns a record as an earlier version wrote it."""
     return {
         "state": state,
         "run": "0" * 32,
@@ -383,7 +395,7 @@ def earlier_record(state, **more):
 @pytest.mark.parametrize("number", [None, FORMAT + 1, "two"])
 @pytest.mark.parametrize("state", ["open", "decided", "applied", "aborted", "refused"])
 def test_a_record_of_another_format_is_refused(open_log, state, number):
-    """The error says what to do. The record is not changed, finished, aborted or deleted."""
+    """A record of another format is not changed, finished, aborted or deleted. The error says what to do."""
     sink = Untouched()
     commit_log, record = open_log(sink), earlier_record(state) | ({} if number is None else {"format": number})
     version = commit_log.write("c", record, 0)
@@ -402,14 +414,17 @@ def test_a_record_of_another_format_is_refused(open_log, state, number):
 
 
 def test_every_record_contains_its_format(open_log, tmp_path):
-    """The field is named `format`."""
+    """Every record has its format in the field `format`."""
     sink = MemorySink(str(tmp_path))
     commit(sink, open_log(sink), "c", SCHEMA, rows(sink))
     assert open_log(sink).read("c")[1]["format"] == FORMAT
 
 
 def test_a_job_with_a_record_of_an_earlier_version_is_unreadable(tmp_path, caplog):
-    """Its commits are neither finished nor aborted. The staged rows and the stored files stay."""
+    """If a job has a record of an earlier version, its commits are neither finished nor aborted.
+
+    The staged rows and the stored files stay.
+    """
     session = ModelServer().session()
     (tmp_path / "state").mkdir()
     storage = StateStorage(tmp_path / "state")
@@ -434,8 +449,10 @@ def test_a_job_with_a_record_of_an_earlier_version_is_unreadable(tmp_path, caplo
 
 
 def test_manifests_of_a_later_format_are_refused(tmp_path):
-    """Readers refuse them too, and nothing changes. A manifest without a format number has the same fields, so it is
-    read."""
+    """Readers and commits refuse a manifest of a later format, and nothing changes.
+
+    A manifest without a format number has the same fields as format 1, so it is read.
+    """
     trial, target = objects(tmp_path), tmp_path / "objects"
     run_commit(trial)
     [manifest] = (target / "_stagecrew").glob("*.json")
@@ -454,7 +471,7 @@ def test_manifests_of_a_later_format_are_refused(tmp_path):
 
 @pytest.mark.parametrize("text", ['{"format":9}', '{"format":1}', "[]", "text"])
 def test_an_invalid_mark_is_refused(text):
-    """The error names a mark of another format or of another program."""
+    """A mark of another format, or of another program, is refused. The error says which of the two it is."""
     with pytest.raises(RecordUnreadable, match="the sink's mark of commit 'c' (has format 9|is invalid)"):
         read_mark("c", text)
 
@@ -463,7 +480,7 @@ def test_an_invalid_mark_is_refused(text):
 
 
 def change(trial, **fields):
-    """Changes fields of a commit's record in its file."""
+    """Changes fields of the trial's only commit record, in its file."""
     [path] = [path for path in trial.commit_log._folder.iterdir() if path.suffix == ".json"]
     stored = json.loads(path.read_text())
     stored["record"] |= fields
@@ -473,7 +490,7 @@ def change(trial, **fields):
 @pytest.mark.parametrize("field", ["run", "before"])
 @pytest.mark.parametrize("state", ["open", "decided", "applied", "aborted"])
 def test_a_run_id_that_is_a_path_is_refused(trial, tmp_path, field, state):
-    """The folder that the path leads to is not touched."""
+    """If a run id in a record is a path, the record is refused, and the folder at this path is not touched."""
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "theirs").touch()
@@ -499,7 +516,7 @@ def test_a_run_id_that_is_a_path_is_refused(trial, tmp_path, field, state):
 @pytest.mark.parametrize("make", [parquet, objects, iceberg], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", ["../../victim/theirs", "/etc/passwd", "..", "", "a\\b", "a\n", None, 7])
 def test_a_message_that_names_a_path_is_refused(make, tmp_path, name):
-    """A record whose messages name anything but a staged file moves and deletes nothing."""
+    """A record is refused if a message names anything but a staged file. Nothing is moved or deleted."""
     trial = make(tmp_path)
     victim = tmp_path / "victim"
     victim.mkdir()
@@ -530,7 +547,7 @@ def test_a_message_that_names_a_path_is_refused(make, tmp_path, name):
     ids=str,
 )  # fmt: skip
 def test_a_record_with_an_invalid_field_is_refused(tmp_path, fields):
-    """Every field is validated before the record is used, and the error names it."""
+    """Every field of a record is validated before the record is used. The error says how to continue."""
     trial = parquet(tmp_path)
     run_commit(trial)
     change(trial, **fields)
@@ -540,7 +557,7 @@ def test_a_record_with_an_invalid_field_is_refused(tmp_path, fields):
 
 
 def test_a_manifest_that_names_other_files_is_refused(tmp_path):
-    """Readers do not open files outside the commit."""
+    """Readers refuse a manifest that names a file outside the commit, and do not open the file."""
     trial, target = objects(tmp_path), tmp_path / "objects"
     run_commit(trial)
     [manifest] = (target / "_stagecrew").glob("*.json")
@@ -552,7 +569,7 @@ def test_a_manifest_that_names_other_files_is_refused(tmp_path):
 
 
 def test_column_names_are_quoted_in_sql(tmp_path):
-    """A name that contains quotes and SQL is only a name."""
+    """A column name that contains quotes and SQL is only a name."""
     with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
         database.execute('CREATE TABLE target ("a""; DROP TABLE target; --" INTEGER)')
     sink = DatabaseSink(f"sqlite:///{tmp_path}/data.db", "target")
@@ -564,7 +581,7 @@ def test_column_names_are_quoted_in_sql(tmp_path):
 
 
 def test_table_names_of_a_run_are_quoted_in_sql(tmp_path):
-    """The sink quotes them even if nothing validated the run id."""
+    """The sink quotes the names of its staging tables, even if nothing has validated the run id that they contain."""
     trial = sqlite(tmp_path)
     run_commit(trial)
     trial.make_sink().discard(Staging("c", "x; DROP TABLE target", SCHEMA), ())
@@ -576,7 +593,7 @@ def test_table_names_of_a_run_are_quoted_in_sql(tmp_path):
 
 
 def mounted_at(folder, kind):
-    """Mounts a separate disk, or another folder of the same disk, at this path."""
+    """Mounts a separate disk ("mount") or another folder of the same disk ("bind") at this path."""
     if kind == "mount":
         return small_disk(folder, "64k")
 
@@ -597,7 +614,7 @@ def mounted_at(folder, kind):
 @pytest.mark.parametrize("kind", ["mount", "bind"])
 @pytest.mark.parametrize("name", ["table", "a b"])
 def test_a_mount_point_is_refused_as_target(tmp_path, kind, name):
-    """No task runs, nothing is decided and no file is left. A folder inside the mount point is accepted."""
+    """A mount point is refused as target before any task runs, and no file is left. A folder below it is accepted."""
     with mounted_at(tmp_path / name, kind) as folder:
         commit_log = FileCommitLog(tmp_path / "log")
         sink = ParquetSink(folder)
@@ -615,7 +632,7 @@ def test_a_mount_point_is_refused_as_target(tmp_path, kind, name):
 
 @pytest.mark.parametrize("to", ["an empty folder", "nothing"])
 def test_a_symbolic_link_is_refused_as_target(tmp_path, to):
-    """No task runs, nothing is decided and no file is left. A folder below a link is accepted."""
+    """A symbolic link is refused as target before any task runs, and no file is left. A folder below it is accepted."""
     (tmp_path / "far").mkdir()
     (tmp_path / "out").mkdir()
     link = tmp_path / "out" / "table"
@@ -634,7 +651,7 @@ def test_a_symbolic_link_is_refused_as_target(tmp_path, to):
 
 
 def test_a_target_that_becomes_a_link_while_tasks_run_is_refused(tmp_path):
-    """The refusal is final: no file is left and the commit is not pending."""
+    """If the target becomes a link while tasks run, the commit is refused, not pending, and no file is left."""
     (tmp_path / "far").mkdir()
     trial = parquet(tmp_path)
 
@@ -650,7 +667,7 @@ def test_a_target_that_becomes_a_link_while_tasks_run_is_refused(tmp_path):
 
 
 def test_the_root_folder_is_refused_as_target():
-    """`/` is not replaced by the working directory of the process."""
+    """The target `/` is refused, and is not mistaken for the working directory of the process."""
     sink = ParquetSink("/")
     assert sink.identity == "<Parquet files, to create, in />"
     with pytest.raises(CommitConflict, match="/ is a mount point"):
@@ -677,7 +694,7 @@ def test_the_root_folder_is_refused_as_target():
     ],
 )
 def test_an_address_is_shown_without_credentials(text, expected):
-    """Everything up to the last @ and the query are omitted. Local paths are shown whole."""
+    """In an address, everything before the last @ and the query are omitted. Local paths are shown in full."""
     assert address(text) == expected
 
 
@@ -700,7 +717,7 @@ def test_an_address_is_shown_without_credentials(text, expected):
     ],
 )
 def test_errors_do_not_contain_credentials(call):
-    """The addresses cannot be used and contain keys as people paste them."""
+    """Errors about unusable addresses do not contain the credentials that people paste into addresses."""
     with pytest.raises((OperatorMisused, ConfigurationError, pa.ArrowInvalid)) as error:
         call()
     text = f"{error.value} {error.value.__cause__}"
@@ -717,13 +734,15 @@ def test_errors_do_not_contain_credentials(call):
     ],
 )
 def test_valid_server_urls_are_accepted(url):
-    """An @ in the query, several hosts and IPv6 addresses in brackets mean the same as in libpq."""
+    """URLs with several hosts, IPv6 addresses in brackets, or an @ in the query are accepted, as in libpq."""
     assert DatabaseSink(url, "t").identity.startswith("<table t of postgresql> in ")
 
 
 def test_only_the_owner_can_lock_a_commit_log(tmp_path):
-    """`FileCommitLog` creates its folder with mode 0700 and its lock with 0600, whatever the umask. It narrows the mode
-    of an existing lock, but not that of an existing folder."""
+    """`FileCommitLog` creates its folder with mode 0700 and its lock with mode 0600, whatever the umask.
+
+    It also restricts the mode of an existing lock, but not of an existing folder.
+    """
     before = os.umask(0)
     try:
         commit_log = FileCommitLog(tmp_path / "new" / "log")
@@ -741,7 +760,7 @@ def test_only_the_owner_can_lock_a_commit_log(tmp_path):
 
 
 def test_log_records_cannot_control_the_terminal(caplog, capsys):
-    """Control characters are escaped. Further lines of a record are indented, so none looks like a new record."""
+    """Log records escape control characters, and indent further lines so that none of them looks like a new record."""
     logging.getLogger("stagecrew").warning(
         "job %r: %s, %d", "a", ValueError("no\x1b[2J\n2026 INFO all is well\u202e"), 7
     )

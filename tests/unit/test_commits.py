@@ -1,4 +1,4 @@
-"""The commit protocol, without Spark. Whatever fails or pauses, a sink shows all rows once or none."""
+"""The commit protocol without Spark: whatever fails or pauses, a sink shows all rows once or none."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def trial(request, tmp_path):
 
 
 def test_a_commit_writes_every_row_once(trial):
-    """Failed, speculative and late attempts add nothing. A repeat runs no task and changes nothing."""
+    """A commit writes every row once, despite failed, speculative and late attempts. A repeat changes nothing."""
     tasks = Tasks(1)
     report = trial.drive(Driver(), tasks)
     assert sorted(trial.visible()) == tasks.expected
@@ -67,7 +67,7 @@ def test_a_commit_writes_every_row_once(trial):
 
 
 def test_a_dataset_without_rows_is_committed(trial):
-    """A repeat finds it done."""
+    """A dataset without rows is committed, so a repeat finds the commit done."""
     tasks = Tasks(1, rows=0)
     assert trial.drive(Driver(), tasks).rows == 0
     assert trial.visible() == []
@@ -75,30 +75,36 @@ def test_a_dataset_without_rows_is_committed(trial):
     assert trial.leftovers() == []
 
 
-#: Which moments of a driver are tested. They come in pairs, before and after a write, so the step is odd to meet both.
+#: Which moments of a driver are tested. They come in pairs (before and after a write), and an odd step hits both kinds.
 MOMENTS = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 
 
 @MOMENTS
 def test_a_driver_can_be_killed_at_any_moment(make_for_slow_tests, every):
-    """Before or after each write. Readers see all rows or none. The next driver commits all rows and leaves no file."""
+    """If a driver is killed before or after any write, readers see all rows or none.
+
+    The next driver commits all rows and leaves no file.
+    """
     killed_at_each_moment(make_for_slow_tests, every)
 
 
 @MOMENTS
 def test_a_write_can_fail_at_any_moment(make_for_slow_tests, every):
-    """Once, before or after its effect. It is an error before the decision. After the decision the driver retries."""
+    """A write that fails once, before or after its effect, fails the commit before the decision.
+
+    After the decision, the driver retries.
+    """
     failing_at_each_moment(make_for_slow_tests, every)
 
 
 @pytest.fixture(scope="module")
 def moments(tmp_path_factory):
-    """The number of moments of an moments_without_faults driver, for each sink."""
+    """A function that returns the number of moments of a driver without faults, for each sink."""
     counted = {}
 
     def count(name, make):
         if name not in counted:
-            counted[name] = len(moments_without_faults(make("moments_without_faults")))
+            counted[name] = len(moments_without_faults(make("undisturbed")))
         return counted[name]
 
     return count
@@ -106,7 +112,7 @@ def moments(tmp_path_factory):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_faults(request, make_for_slow_tests, seed, moments):
-    """Drivers die, pause and continue at random, and tasks write late."""
+    """All rows are committed once, although drivers die, fail, pause and resume at random, and tasks write late."""
     random_history(
         make_for_slow_tests("seeded"), seed, moments(request.node.callspec.id.split("-")[0], make_for_slow_tests)
     )
@@ -115,14 +121,14 @@ def test_random_faults(request, make_for_slow_tests, seed, moments):
 @pytest.mark.long
 @pytest.mark.parametrize("seeds", [range(n, n + 20) for n in range(100, 220, 20)], ids=lambda seeds: f"from-{seeds[0]}")
 def test_many_random_faults(make, seeds):
-    """At least a hundred seeds for each sink."""
-    count = len(moments_without_faults(make("moments_without_faults")))
+    """All rows are committed once with more than a hundred random histories for each sink."""
+    count = len(moments_without_faults(make("undisturbed")))
     for seed in seeds:
         random_history(make(str(seed)), seed, count)
 
 
-def test_two_commits_at_once_both_succeed_or_one_conflicts(trial):
-    """A commit that conflicts leaves no file."""
+def test_two_concurrent_commits_both_succeed_or_one_conflicts(trial):
+    """Two concurrent commits both succeed, or one of them conflicts and leaves no file."""
     conflicts = concurrent_commits(trial, "staged")
     if trial.make_sink.__qualname__.startswith("parquet"):
         assert len(conflicts) == 1
@@ -132,7 +138,10 @@ def test_two_commits_at_once_both_succeed_or_one_conflicts(trial):
 
 
 def test_a_folder_moved_into_an_existing_one_is_cleaned_up_by_a_repeat(tmp_path):
-    """HDFS moves a folder into an existing target. A driver that dies then leaves its files in the other's folder."""
+    """On HDFS, a rename to an existing folder moves the source into this folder.
+
+    A driver that dies afterwards leaves its files in another commit's folder. A repeat of its commit deletes them.
+    """
     filesystem, target = like_hdfs(), str(tmp_path / "out" / "table")
 
     def make(name):
@@ -147,7 +156,7 @@ def test_a_folder_moved_into_an_existing_one_is_cleaned_up_by_a_repeat(tmp_path)
 
 
 def test_two_decided_commits_both_succeed_or_one_conflicts(make):
-    """Both have been decided before either is applied. A commit that conflicts leaves no file."""
+    """Two commits that are both decided before either is applied both succeed, or one conflicts and leaves no file."""
     for number in range(3):
         trial = make(f"two-{number}")
         expected_conflicts = trial.make_sink.__qualname__.startswith("parquet")
@@ -155,15 +164,17 @@ def test_two_decided_commits_both_succeed_or_one_conflicts(make):
 
 
 @MOMENTS
-def test_a_paused_driver_that_continues_changes_nothing(make_for_slow_tests, every):
-    """It pauses before or after any write and continues after another driver has committed or aborted."""
+def test_a_paused_driver_that_resumes_changes_nothing(make_for_slow_tests, every):
+    """A driver that pauses before or after any write changes nothing if another driver has committed or aborted."""
     resume_at_each_moment(make_for_slow_tests, every)
 
 
 @pytest.mark.parametrize("exists_later", [pytest.param(True, marks=pytest.mark.long), False], ids=["exists", "removed"])
 def test_a_driver_paused_during_a_refusal_leaves_nothing(tmp_path, exists_later):
-    """It pauses in its commit until another driver was refused because the folder exists. It reports this and leaves no
-    file, whether the folder still exists or was removed."""
+    """A driver pauses within its commit until another driver has been refused because the folder exists.
+
+    The paused driver then fails and leaves no file, whether the folder still exists or was removed.
+    """
 
     def refuse(trial):
         folder = pathlib.Path(trial.make_sink()._path)
@@ -176,7 +187,10 @@ def test_a_driver_paused_during_a_refusal_leaves_nothing(tmp_path, exists_later)
 
 @pytest.mark.parametrize("exists_later", [pytest.param(True, marks=pytest.mark.long), False], ids=["exists", "removed"])
 def test_a_driver_paused_during_a_refusal_of_a_table_leaves_nothing(tmp_path, exists_later):
-    """The same as for a folder, for a row with a key that exists."""
+    """A driver pauses within its commit until another driver has been refused because a row with the same key exists.
+
+    The paused driver then fails and leaves no row, whether that row still exists or was removed.
+    """
 
     def unique(folder):
         trial = sqlite(folder)
@@ -197,7 +211,10 @@ def test_a_driver_paused_during_a_refusal_of_a_table_leaves_nothing(tmp_path, ex
 
 
 def test_a_refusal_is_final_although_the_table_accepts_the_rows_again(tmp_path):
-    """A row conflicts with one driver. The row is removed before the refusal is written, and another driver resumes."""
+    """A refusal stays final if the conflicting row is removed before the refusal is recorded.
+
+    Another driver that resumes the commit in between must not make the rows visible.
+    """
     trial, tasks = sqlite(tmp_path), Tasks(1)
     outcome = []
 
@@ -238,7 +255,7 @@ def test_a_refusal_is_final_although_the_table_accepts_the_rows_again(tmp_path):
 
 
 def test_a_failed_job_aborts_its_commit(trial):
-    """The job's exception is raised, nothing is visible and no file is left. The same id can be used again."""
+    """If the job fails, its exception is raised, and nothing is visible or left. The same id can be used again."""
     tasks = Tasks(1)
 
     def fails(staging):
@@ -254,10 +271,13 @@ def test_a_failed_job_aborts_its_commit(trial):
 
 
 def test_a_commit_that_raises_is_retried(make):
-    """Before or after its effect. If it keeps raising, a later driver completes it from the staged rows."""
+    """A sink's `commit` that raises before or after its effect is retried.
+
+    If it keeps raising, a later driver completes the commit from the staged rows.
+    """
     commit_that_raises(make)
 
 
 def test_another_connection_sees_no_row_before_the_last_transaction_ends(tmp_path):
-    """It reads before the end of each of the sink's transactions."""
+    """Another connection sees no row before the end of the transaction that makes the rows visible."""
     rows_appear_at_once(sqlite(tmp_path))

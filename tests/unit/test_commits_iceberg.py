@@ -1,4 +1,4 @@
-"""Commits to Iceberg tables, without Spark: readers, other drivers, and the catalogue."""
+"""Commits to Iceberg tables without Spark: what readers see, concurrent drivers, and failures of the catalogue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.local_sinks import files, iceberg
 
 @pytest.mark.parametrize("nullable", [True, False])
 def test_a_nullable_column_is_refused_if_the_table_requires_values(tmp_path, nullable):
-    """The error is raised before any task runs. A column that is never null is accepted."""
+    """A nullable column is refused before any task runs if the table requires values. Other columns are accepted."""
     from pyiceberg.catalog import load_catalog
 
     trial = iceberg(tmp_path)
@@ -45,7 +45,7 @@ def test_a_nullable_column_is_refused_if_the_table_requires_values(tmp_path, nul
 
 
 def test_a_reader_sees_no_row_before_the_catalogue_commits(tmp_path, monkeypatch):
-    """The test reads the table before and after each write to its folder, and just before the catalogue commits."""
+    """A reader sees no row before or after each write to the table's folder, until the catalogue commits."""
     from pyiceberg.catalog.sql import SqlCatalog
     from pyiceberg.io.pyarrow import PyArrowFile
 
@@ -78,7 +78,7 @@ def test_a_reader_sees_no_row_before_the_catalogue_commits(tmp_path, monkeypatch
 
 
 def test_a_partitioned_table_is_refused(tmp_path):
-    """No task runs, and the error suggests an alternative."""
+    """A partitioned table is refused before any task runs. The error suggests an alternative."""
     from pyiceberg.catalog import load_catalog
 
     trial = iceberg(tmp_path)
@@ -94,7 +94,7 @@ def test_a_partitioned_table_is_refused(tmp_path):
 
 
 def test_iceberg_adds_rows_once_if_another_driver_commits_first(tmp_path):
-    """Another driver applies the same commit just before this one, so the catalogue refuses this one."""
+    """If another driver applies the same commit first, the catalogue refuses this one, and the rows are added once."""
     from pyiceberg.table import Table
 
     trial, tasks = iceberg(tmp_path), Tasks(1)
@@ -124,7 +124,7 @@ def test_iceberg_adds_rows_once_if_another_driver_commits_first(tmp_path):
 
 
 def rename(sink, old, new):
-    """Renames a column, so that the table refuses the rows; renaming it back makes the table accept them again."""
+    """Renames a column, so that the table refuses the rows. Renaming it back makes the table accept them again."""
     from pyiceberg.catalog import load_catalog
 
     with load_catalog("default", **sink._properties).load_table("db.target").update_schema() as update:
@@ -133,14 +133,17 @@ def rename(sink, old, new):
 
 @pytest.mark.parametrize("release_after", ["discard", "done"])
 def test_iceberg_never_deletes_visible_files_on_a_refusal(tmp_path, release_after):
-    """Two drivers apply the same commit. The table refuses the rows of one driver, and then accepts those of the other."""
+    """Two drivers apply the same commit. The table refuses the first driver's rows, and then accepts the second's.
+
+    The first driver must not delete the files that the second has made visible.
+    """
     from pyiceberg.table import Table
 
     trial, tasks = iceberg(tmp_path), Tasks(1)
     other_sink, paused, released, outcome = trial.make_sink(), threading.Event(), threading.Event(), []
 
     def run_other():
-        """Resumes from the record and pauses just before the catalogue's commit."""
+        """Resumes the commit from its record, and pauses just before the catalogue commits."""
         try:
             outcome.append(resume(other_sink, killed_log, "c", sleep=lambda _: None))
         except (CommitFailed, CommitPending) as error:
@@ -195,7 +198,7 @@ def test_iceberg_never_deletes_visible_files_on_a_refusal(tmp_path, release_afte
 
 
 def expire(trial, commit_id):
-    """Makes a later commit and then expires the snapshot of the given one, like table maintenance."""
+    """Makes a later commit, and then expires the snapshot of the given commit, as table maintenance does."""
     from pyiceberg.catalog import load_catalog
 
     trial.drive(Driver(), Tasks(2), "later")
@@ -212,12 +215,9 @@ def expire(trial, commit_id):
 
 @pytest.mark.parametrize("same_schema", [True, False], ids=["same schema", "changed schema"])
 def test_a_repeat_finds_an_iceberg_commit_whose_snapshot_has_expired(tmp_path, same_schema):
-    """A driver dies after the catalogue has committed and before it writes the record.
-
-    A repeat recognizes the commit by the files of the table.
-    """
+    """If a driver dies between the catalogue's commit and the record, a repeat recognizes the commit by its files."""
     trial, make = iceberg(tmp_path), trials_in(iceberg, tmp_path)
-    dying_driver = Driver(dies_at=moments_without_faults(make("moments_without_faults")).index("after commit") + 1)
+    dying_driver = Driver(dies_at=moments_without_faults(make("undisturbed")).index("after commit") + 1)
     with pytest.raises(Killed):
         trial.drive(dying_driver, Tasks(SEED, zombies=False), "c")
     expire(trial, "c")
@@ -232,7 +232,7 @@ def test_a_repeat_finds_an_iceberg_commit_whose_snapshot_has_expired(tmp_path, s
 
 
 def test_abandon_keeps_the_files_of_an_expired_iceberg_snapshot(tmp_path):
-    """The commit log is an old copy and the snapshot has expired, but the table still contains the files."""
+    """`abandon` with an old copy of the log keeps files that the table contains, even if their snapshot has expired."""
     trial = iceberg(tmp_path)
     commit_and_restore_old_log(trial, Tasks(1))
     expire(trial, "c")
@@ -241,8 +241,8 @@ def test_abandon_keeps_the_files_of_an_expired_iceberg_snapshot(tmp_path):
 
 
 @pytest.mark.parametrize("is_committed", [False, True])
-def test_an_unreadable_response_of_the_catalogue_is_retried(tmp_path, monkeypatch, is_committed):
-    """The driver does not treat it as a refusal, because the catalogue may have committed."""
+def test_an_unreadable_response_from_the_catalogue_is_retried(tmp_path, monkeypatch, is_committed):
+    """An unreadable response is retried and not treated as a refusal, because the catalogue may have committed."""
     from pydantic import TypeAdapter
     from pyiceberg.catalog.sql import SqlCatalog
 
@@ -265,7 +265,7 @@ def test_an_unreadable_response_of_the_catalogue_is_retried(tmp_path, monkeypatc
 
 
 def test_a_pickled_iceberg_sink_reaches_its_catalogue(tmp_path):
-    """Another driver can use the pickled sink. The pickle that tasks receive contains no credentials."""
+    """A pickled sink can be used by another driver. The sink that tasks receive contains no credentials."""
     trial, tasks = iceberg(tmp_path), Tasks(1)
     sink = trial.make_sink()
     sink._properties["token"] = "very-secret"

@@ -1,4 +1,4 @@
-"""Sinks' arguments and identities: a commit id cannot be used for two sinks."""
+"""The arguments and identities of sinks: the same commit id cannot be used for two sinks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.local_sinks import iceberg, sqlite
 
 
 def test_object_stores_of_fsspec_are_recognized():
-    """They cannot rename folders, so ParquetSink refuses them."""
+    """ParquetSink refuses object stores of fsspec, because they cannot rename folders."""
 
     class Store(fsspec.AbstractFileSystem):
         protocol = ("s3", "s3a")
@@ -30,7 +30,7 @@ def test_object_stores_of_fsspec_are_recognized():
 
 
 def test_invalid_arguments_of_sinks_are_refused(tmp_path):
-    """Each error names the accepted values."""
+    """The errors about invalid arguments of sinks name the accepted values."""
     with pytest.raises(OperatorMisused, match="mode is 'create' or 'append', not 'overwrite'"):
         ParquetSink(tmp_path, mode="overwrite")
     with pytest.raises(OperatorMisused, match="sqlite:///file or postgresql"):
@@ -40,7 +40,7 @@ def test_invalid_arguments_of_sinks_are_refused(tmp_path):
 
 
 def test_a_database_sink_does_not_show_its_password():
-    """No text of the sink contains it."""
+    """Neither `repr`, `str` nor the identity of a database sink contains the password."""
     sink = DatabaseSink("postgresql://user:secret@host/db", "t")
     assert "secret" not in repr(sink)
     assert "secret" not in str(sink)
@@ -48,7 +48,7 @@ def test_a_database_sink_does_not_show_its_password():
 
 
 def test_a_commit_id_cannot_be_used_for_two_tables(tmp_path):
-    """The commit log refuses it. Without the log, a table does not find the other table's commit."""
+    """The commit log refuses a commit id for a second table. With a new log, the other table's commit is not found."""
     (tmp_path / "one").mkdir()
     trial = sqlite(tmp_path / "one")
     trial.drive(Driver(), Tasks(1), "c")
@@ -112,7 +112,7 @@ SECRET = "://me:very-secret@"
     ids=["s3", "s3-uri", "aws", "webhdfs", "names", "catalogues", "warehouses", "postgresql", "queries"],
 )
 def test_the_identity_of_a_sink_includes_its_server(sinks):
-    """Sinks with the same name in another store, catalogue or server are different. An identity contains no secret."""
+    """Sinks with the same name on different servers or catalogues have different identities, without any secret."""
     identities = [sink.identity for sink in sinks()]
     assert len(set(identities)) == len(identities) > 1
     assert identities == [sink.identity for sink in sinks()]
@@ -120,7 +120,7 @@ def test_the_identity_of_a_sink_includes_its_server(sinks):
 
 
 def test_a_commit_id_cannot_be_used_in_two_catalogues(tmp_path):
-    """The table's name and the commit log are the same, but the commit is not found done in the second catalogue."""
+    """A commit id is refused for a table with the same name in another catalogue, with the same commit log."""
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
     one, two = iceberg(tmp_path / "one"), iceberg(tmp_path / "two")
     one.drive(Driver(), Tasks(1), "c")
@@ -131,7 +131,7 @@ def test_a_commit_id_cannot_be_used_in_two_catalogues(tmp_path):
 
 
 def test_a_relative_path_is_resolved_in_the_working_directory(tmp_path, monkeypatch):
-    """The same relative path in another working directory is another sink."""
+    """The same relative path in a different working directory is a different sink."""
     commit_log, tasks = MemoryCommitLog(), Tasks(1)
     for make in (
         lambda: ParquetSink("t"),
@@ -151,7 +151,7 @@ def test_a_relative_path_is_resolved_in_the_working_directory(tmp_path, monkeypa
 
 
 def test_a_commit_id_cannot_be_used_for_two_sinks_without_identity(tmp_path):
-    """The commit is not found done in the second sink."""
+    """A commit id that is done in one sink is refused for a second sink of the same class, even without identities."""
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
     commit_log = MemoryCommitLog()
 

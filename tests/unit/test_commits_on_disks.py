@@ -1,4 +1,4 @@
-"""Commits on disks that fail: fsync, and records that cannot be written."""
+"""Commits and failing disks: which files are synced, and commit records that cannot be written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.local_sinks import remount, small_disk, sqlite
 
 @pytest.fixture
 def synced(monkeypatch):
-    """The names of the files and folders that were fsynced, at the time of the call."""
+    """The paths that files and folders had when they were fsynced."""
     names, fsync = [], os.fsync
 
     def record(descriptor):
@@ -36,7 +36,7 @@ def synced(monkeypatch):
 @pytest.mark.parametrize("rows", [0, 40])
 @pytest.mark.parametrize("mode", ["create", "append"])
 def test_a_commit_is_fsynced(tmp_path, synced, mode, rows):
-    """Each file, even one without rows, the folder that is renamed, and the parent of each new folder are synced."""
+    """A commit syncs each file, even without rows, the folder that it renames, and the parent of each new folder."""
     target, tasks = tmp_path / "new" / "er" / "table", Tasks(1, rows=rows)
     sink = ParquetSink(target, mode)
     commit(sink, MemoryCommitLog(), "c", SCHEMA, lambda staging: tasks.run(sink, staging))
@@ -49,13 +49,13 @@ def test_a_commit_is_fsynced(tmp_path, synced, mode, rows):
 
 
 def test_the_folder_of_a_commit_log_is_fsynced(tmp_path, synced):
-    """So are its new parent folders."""
+    """A commit log syncs its folder and its new parent folders."""
     FileCommitLog(tmp_path / "new" / "er").write("c", {}, 0)
     assert {str(tmp_path), str(tmp_path / "new"), str(tmp_path / "new" / "er")} <= set(synced)
 
 
 class DiskFault:
-    """A system call of the commit log that fails once, at its n-th call."""
+    """Makes a system call of the commit log fail once, at its n-th call."""
 
     def __init__(self, monkeypatch, part, number, code):
         self.remaining, self.code = number, code
@@ -77,7 +77,10 @@ class DiskFault:
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("part", ["open", "fsync", "replace", "sync"])
 def test_a_disk_that_fails_under_the_commit_log(tmp_path, part, number, code):
-    """A write that did not happen and an unknown outcome are different errors. A repeat completes the commit."""
+    """If the disk of the commit log fails, a write that did not happen and an unknown outcome raise different errors.
+
+    A repeat completes the commit.
+    """
     trial, tasks = sqlite(tmp_path), Tasks(1)
     with pytest.MonkeyPatch.context() as patch:
         fault = DiskFault(patch, part, number, code)
@@ -94,7 +97,7 @@ def test_a_disk_that_fails_under_the_commit_log(tmp_path, part, number, code):
             assert trial.visible() == []
             assert trial.leftovers() == []
         else:
-            assert number == 3  # only the record that it is applied could not be written
+            assert number == 3  # only the record with the state "applied" could not be written
             assert report.rows == 40
         assert fault.remaining <= 0
     assert not list((tmp_path / "log").glob(".*.tmp"))
@@ -104,7 +107,10 @@ def test_a_disk_that_fails_under_the_commit_log(tmp_path, part, number, code):
 
 
 def test_a_failed_job_is_cleaned_up_if_its_abort_cannot_be_written(tmp_path, monkeypatch):
-    """No other driver can decide for this run, so the staged rows are deleted. The error is the job's."""
+    """If a failed job's abort cannot be recorded, the staged rows are still deleted, because nobody can decide for it.
+
+    The job's own error is raised.
+    """
     trial = sqlite(tmp_path)
 
     def fails(staging):
@@ -118,7 +124,7 @@ def test_a_failed_job_is_cleaned_up_if_its_abort_cannot_be_written(tmp_path, mon
 
 
 def test_a_refusal_that_cannot_be_written_is_pending(tmp_path, monkeypatch):
-    """The record still says decided. The staged rows stay, and a repeat completes the commit."""
+    """If a refusal cannot be recorded, the commit stays decided. The staged rows stay, and a repeat completes it."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
     accepting = trial.make_sink()
     refusing = StepBefore(RefusingSink(accepting), commit=lambda: DiskFault(monkeypatch, "open", 1, errno.ENOSPC))
@@ -142,7 +148,7 @@ def disk(tmp_path):
 
 @pytest.mark.long
 def test_a_commit_log_on_a_full_disk_fails_the_commit(tmp_path, disk):
-    """Nothing is visible and no file is left. When the disk has room again, the same commit succeeds."""
+    """If the commit log's disk is full, the commit fails and leaves nothing. A repeat succeeds when there is space."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
     trial.commit_log = FileCommitLog(disk)
 
@@ -164,7 +170,7 @@ def test_a_commit_log_on_a_full_disk_fails_the_commit(tmp_path, disk):
 
 @pytest.mark.long
 def test_a_commit_log_on_a_read_only_disk_fails_the_commit(tmp_path, disk):
-    """No task runs. Existing records are read."""
+    """With a commit log on a read-only disk, a new commit fails before any task runs. Existing records can be read."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
     trial.commit_log = FileCommitLog(disk)
     trial.drive(Driver(), tasks, "c")

@@ -1,4 +1,4 @@
-"""Schemas and rows that the target of a commit does not accept, without Spark."""
+"""Schemas and rows that the target of a commit does or does not accept, without Spark."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from support.local_sinks import appended, iceberg, objects, sqlite
 
 @pytest.mark.parametrize("make", [appended, objects, sqlite, iceberg], ids=lambda make: make.__name__)
 def test_a_schema_that_does_not_fit_is_refused(make, tmp_path):
-    """The error names the columns, and no task runs."""
+    """A schema that does not fit the target is refused before any task runs. The error names the columns."""
     mismatched_schemas(make(tmp_path), {sqlite: "", iceberg: "long|int64"}.get(make, "int64"))
 
 
 def test_the_order_of_columns_does_not_matter(tmp_path):
-    """Neither does Arrow's memory layout of a column."""
+    """Columns can have another order or another Arrow memory layout than in the target."""
     trial = appended(tmp_path)
     trial.drive(Driver(), Tasks(1), "first")
     other, sink = pa.schema([("text", pa.large_string()), ("id", pa.int64())]), trial.make_sink()
@@ -37,7 +37,7 @@ def test_the_order_of_columns_does_not_matter(tmp_path):
 
 
 def test_text_in_an_integer_column_is_refused(tmp_path):
-    """SQLite would store it. The sink checks the types while it stages, and no row is left."""
+    """The sink refuses text in an integer column when it stages rows, although SQLite would store it."""
     trial = sqlite(tmp_path)
     sink = trial.make_sink()
 
@@ -56,7 +56,10 @@ def test_text_in_an_integer_column_is_refused(tmp_path):
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("make", [appended, objects], ids=lambda make: make.__name__)
 def test_concurrent_first_commits_with_two_schemas_conflict(make, tmp_path, step):
-    """Both find an empty target. At most one succeeds. The other's error names the commit with another schema."""
+    """Of two commits with different schemas that both find an empty target, one succeeds.
+
+    The other's error names the columns that differ.
+    """
 
     def make_trial(number):
         (tmp_path / str(number)).mkdir()
@@ -67,7 +70,10 @@ def test_concurrent_first_commits_with_two_schemas_conflict(make, tmp_path, step
 
 @pytest.mark.parametrize("make", [appended, objects], ids=lambda make: make.__name__)
 def test_a_first_commit_fails_while_another_one_with_another_schema_runs(make, tmp_path):
-    """The error names the running commit. After that commit has failed, the other schema is accepted."""
+    """A first commit fails while a first commit with another schema is running. The error names the running commit.
+
+    After the running commit has failed, the other schema is accepted.
+    """
     trial = make(tmp_path)
     other_schema = pa.schema([("id", pa.int64())])
 
@@ -86,7 +92,7 @@ def test_a_first_commit_fails_while_another_one_with_another_schema_runs(make, t
 
 
 def test_rows_that_the_table_refuses_are_a_conflict(tmp_path):
-    """The commit is refused after its decision and no staged row is left. A repeat tries again."""
+    """If the table refuses the rows, the commit raises CommitConflict and leaves no staged row. It can be repeated."""
     path = tmp_path / "data.db"
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute('CREATE TABLE target (id INTEGER PRIMARY KEY, "text" TEXT)')
@@ -106,7 +112,7 @@ def test_rows_that_the_table_refuses_are_a_conflict(tmp_path):
 
 @pytest.mark.parametrize("kind", ["view", "generated column"])
 def test_a_table_that_cannot_be_written_is_refused(tmp_path, kind):
-    """The error is raised before any task runs, and no file is left."""
+    """A table that cannot be written is refused before any task runs, and nothing is left."""
     trial = sqlite(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
         if kind == "view":
@@ -120,7 +126,7 @@ def test_a_table_that_cannot_be_written_is_refused(tmp_path, kind):
 
 
 def test_lost_staged_rows_make_the_commit_pending(tmp_path):
-    """The sink counts the staged rows when it adds them. If there are fewer, it adds none."""
+    """If staged rows were lost, the sink notices this when it counts them, and adds none. The commit is pending."""
     trial = sqlite(tmp_path)
     sink = trial.make_sink()
 

@@ -1,4 +1,4 @@
-"""Staged files and folders: late and failed tasks, and the folder that becomes visible."""
+"""Staged files and folders: late and failed tasks, and the renamed folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(request, tmp_path):
 
 
 def test_a_late_task_creates_no_folder(tmp_path):
-    """An attempt that stages for a run that has ended fails and leaves no file."""
+    """A task attempt that stages rows for a run that has ended fails and leaves no file."""
     sink, staging = ParquetSink(tmp_path / "t"), Staging("c", "r", SCHEMA)
     sink.begin(staging)
     sink.discard(staging, ())
@@ -39,12 +39,12 @@ def test_a_late_task_creates_no_folder(tmp_path):
 
 
 def test_a_late_task_leaves_nothing(make):
-    """It pauses while it writes until the commit is done or abandoned. Nothing of it is visible or left."""
+    """A task that pauses at any of its writes until the commit has ended adds no visible row and leaves no file."""
     late_task_at_each_moment(make)
 
 
 def test_a_failed_task_removes_only_its_own_file(tmp_path):
-    """Its error is not replaced."""
+    """A failed task deletes only its own file, and raises its own error."""
     sink, staging = ObjectSink(tmp_path / "t"), Staging("c", "r", SCHEMA)
     sink.begin(staging)
     assert sink.stage(staging, 0, 1, Tasks.batches([(1, "a")]))
@@ -59,7 +59,7 @@ def test_a_failed_task_removes_only_its_own_file(tmp_path):
 
 
 def test_a_parquet_commit_is_an_ordinary_folder_of_parquet_files(tmp_path):
-    """PyArrow reads it without stagecrew."""
+    """PyArrow reads a commit of ParquetSink without stagecrew."""
     ParquetSink(tmp_path / "t", compression="zstd")
     trial = parquet(tmp_path)
     trial.drive(Driver(), Tasks(1))
@@ -70,7 +70,10 @@ def test_a_parquet_commit_is_an_ordinary_folder_of_parquet_files(tmp_path):
 
 @pytest.mark.parametrize("filesystem", [pyarrow.fs.LocalFileSystem(), like_hdfs()], ids=["local", "like hdfs"])
 def test_a_refused_folder_is_never_visible_in_part(tmp_path, monkeypatch, filesystem):
-    """Another driver of the same commit renames the folder that this driver, which was refused, is deleting."""
+    """After a refusal, a driver deletes its folder while another driver of the same commit renames that folder.
+
+    The half-deleted folder must not become visible.
+    """
     trial, tasks, target = parquet(tmp_path), Tasks(1), tmp_path / "out" / "table"
     trial.make_sink = lambda: ParquetSink(str(target), filesystem=filesystem)
     entered, released, outcome = threading.Event(), threading.Event(), []
@@ -122,7 +125,7 @@ def test_a_refused_folder_is_never_visible_in_part(tmp_path, monkeypatch, filesy
 
 
 def test_discard_leaves_other_runs_alone(tmp_path):
-    """A run deletes only its own files, even if another run of the commit has begun and staged nothing yet."""
+    """`discard` deletes only the files of its own run, even if another run has begun but staged nothing yet."""
     sink = ObjectSink(tmp_path / "t")
     for run in ("one", "other"):
         sink.begin(Staging("c", run, SCHEMA))
@@ -133,7 +136,7 @@ def test_discard_leaves_other_runs_alone(tmp_path):
 
 
 def test_spark_ignores_staged_files(tmp_path):
-    """Spark ignores names that begin with an underscore and contain no `=`."""
+    """The names of staging folders begin with an underscore and contain no `=`, so Spark ignores them."""
     for sink in (ParquetSink(tmp_path / "t", mode="append"), ParquetSink(tmp_path / "t" / "day=1")):
         sink.begin(Staging("c", "r", SCHEMA))
         (staged,) = [path.name for path in (tmp_path / "t").iterdir() if path.name.startswith("_")]

@@ -1,4 +1,4 @@
-"""Commits whose outcome is unknown: refusals that are not written, old copies of the log, unreachable sinks."""
+"""Commits whose outcome is unknown: refusals that cannot be recorded, old copies of the log, unreachable sinks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trial(request, tmp_path):
 
 
 def test_a_refusal_with_an_unknown_outcome_deletes_nothing(trial):
-    """It may not have been written, so the staged rows stay: another driver may complete the commit."""
+    """A refusal whose record may not have been written deletes no staged rows, because another driver can use them."""
     tasks = Tasks(1)
 
     commit_log = FailingLog(trial.commit_log, CommitUnknown("no response"), "refused")
@@ -39,9 +39,9 @@ def test_a_refusal_with_an_unknown_outcome_deletes_nothing(trial):
     assert trial.leftovers() == []
 
 
-@pytest.mark.parametrize("repeated", [True, False], ids=["after a repeat", "at once"])
+@pytest.mark.parametrize("repeated", [True, False], ids=["after a repeat", "immediately"])
 def test_abandon_keeps_a_commit_that_is_done(trial, repeated):
-    """The log is a copy from before the decision. The sink's rows stay, and the record becomes applied."""
+    """`abandon` with a copy of the log from before the decision keeps the sink's rows. The record becomes applied."""
     before = commit_and_restore_old_log(trial, Tasks(1))
     if repeated:
         assert trial.drive(Driver(), Tasks(2), "c").repeated
@@ -56,7 +56,10 @@ def test_abandon_keeps_a_commit_that_is_done(trial, repeated):
 
 
 def test_a_done_commit_whose_restored_record_is_refused(tmp_path):
-    """The sink shows a later run's rows, so the numbers of the refused run are not reported."""
+    """If a restored record is refused but the sink says that the commit is done, the record's numbers are not reported.
+
+    The sink shows the rows of a later run.
+    """
     trial = sqlite(tmp_path)
     commit_and_restore_old_log(trial, Tasks(1))
     version, record = trial.commit_log.read("c")
@@ -69,7 +72,7 @@ def test_a_done_commit_whose_restored_record_is_refused(tmp_path):
 
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_rows_staged_by_earlier_runs_are_deleted_with_a_restored_log(tmp_path, monkeypatch, repeats):
-    """A repeat that finds the commit done deletes the rows that earlier runs staged. A later repeat does so too."""
+    """A repeat that finds the commit done deletes rows that earlier runs staged, even if earlier repeats could not."""
     trial, runs, delete = sqlite(tmp_path), [], DatabaseSink.discard
 
     def fails(staging):
@@ -94,7 +97,10 @@ def test_rows_staged_by_earlier_runs_are_deleted_with_a_restored_log(tmp_path, m
 
 
 def test_abandon_deletes_nothing_if_the_sink_is_unreachable(trial):
-    """The record becomes aborted so that the job can end. When the sink is reachable again, it becomes applied."""
+    """If the sink is unreachable, `abandon` deletes nothing and marks the record as aborted, so that the job can end.
+
+    When the sink is reachable again, `abandon` marks the record as applied.
+    """
     before = commit_and_restore_old_log(trial, Tasks(1))
 
     def unreachable(*_):
@@ -112,7 +118,10 @@ def test_abandon_deletes_nothing_if_the_sink_is_unreachable(trial):
 
 
 def test_a_refusal_by_a_driver_without_a_session_is_pending(trial):
-    """The record stays decided, so the staged rows stay and a repeat completes the commit."""
+    """If a driver cannot record a refusal because its session is lost, the commit stays decided, and so is pending.
+
+    The staged rows stay, and a repeat completes the commit.
+    """
     tasks = Tasks(1)
     lost = FailingLog(trial.commit_log, CommitSuperseded("the session is lost"), "refused")
     with pytest.raises(
@@ -128,7 +137,10 @@ def test_a_refusal_by_a_driver_without_a_session_is_pending(trial):
 
 
 def test_a_conflict_is_pending_if_the_sink_becomes_unreachable(tmp_path):
-    """After the decision it is unknown whether the commit is done, so the staged rows stay for a repeat."""
+    """If the sink becomes unreachable after a conflict, the commit is pending, because it may be done.
+
+    The staged rows stay for a repeat.
+    """
     trial, tasks = sqlite(tmp_path), Tasks(1)
     reachable, decided = trial.make_sink(), []
 
@@ -165,7 +177,7 @@ class FailingDiscard(SinkWrapper):
 
 @pytest.mark.parametrize("succeeds", [True, False], ids=["done", "failed"])
 def test_cleanup_is_retried(trial, succeeds):
-    """As often as a commit, so nothing is left if the sink is unreachable only for a moment."""
+    """Cleanup is retried as often as a commit, so nothing is left if the sink is unreachable only for a short time."""
     tasks, pauses = Tasks(SEED), []
 
     def run(staging):
@@ -183,8 +195,10 @@ def test_cleanup_is_retried(trial, succeeds):
 
 @pytest.mark.parametrize("succeeds", [True, False], ids=["done", "failed"])
 def test_a_failed_cleanup_is_logged(tmp_path, caplog, succeeds):
-    """The warning names the leftover and how to delete it. Only invisible rows may be deleted by hand. A repeat of the
-    commit deletes them."""
+    """If cleanup fails, a warning names the leftover data, and suggests manual deletion only if the commit failed.
+
+    A repeat of the commit deletes the leftover data.
+    """
     trial, tasks, runs = sqlite(tmp_path), Tasks(SEED), []
 
     def run(staging):
@@ -208,7 +222,7 @@ def test_a_failed_cleanup_is_logged(tmp_path, caplog, succeeds):
 
 
 def test_cleanup_is_not_retried_after_a_long_call(tmp_path, monkeypatch):
-    """A host that does not respond would delay the driver again."""
+    """Cleanup that took too long is not retried, because a host that does not respond would delay the driver again."""
     trial, pauses = sqlite(tmp_path), []
     sink = FailingDiscard(trial.make_sink(), 9)
     monkeypatch.setattr(stagecrew.operators.commit_rollforward, "_RETRY_LIMIT", -1.0)

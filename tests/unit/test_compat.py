@@ -1,4 +1,4 @@
-"""`make compat` compares PySpark's own tests with and without the plugin. These tests check the comparison itself."""
+"""The comparison of `make compat`, which runs PySpark's own tests with and without the plugin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def compat(monkeypatch) -> ModuleType:
 
 @pytest.fixture
 def compare(compat, monkeypatch, tmp_path):
-    """Compares invented outcomes. Each variation has one dict of outcomes for each run of the module."""
+    """A function that compares made-up outcomes. Each variation has one dict of outcomes per run of the module."""
 
     def compare(off, on, opens=1, alone=None):
         with_module = {"off": list(off), "on": list(on), "on with a listener": list(on)}
@@ -43,19 +43,19 @@ def compare(compat, monkeypatch, tmp_path):
 
 
 def test_equal_outcomes_are_no_difference(compare):
-    """Only tests that pass without the plugin count as compared."""
+    """Equal outcomes are no difference. Only tests that pass without the plugin count as compared."""
     same = {"a": "passed", "b": "skipped", "c": "failed"}
     assert compare([same], [same]) == (1, [], [])
 
 
 def test_a_test_that_differs_again_when_run_alone_is_a_difference(compare):
-    """It differed with its module first."""
+    """A test whose outcomes differ with its module, and again when it runs alone, is a difference."""
     alone = {"off": {"a": "passed"}, "on": {"a": "failed"}, "on with a listener": {"a": "failed"}}
     assert compare([{"a": "passed"}], [{"a": "failed"}], alone=alone) == (1, [], ["a"])
 
 
 def test_a_test_that_differs_only_with_its_module_is_run_with_the_module_again(compare):
-    """It is a difference if it differs in that run too."""
+    """A test that differs only with its module is a difference if it differs in a second run of the module too."""
     alone = {name: {"a": "passed"} for name in ("off", "on", "on with a listener")}
     passed, failed = {"a": "passed"}, {"a": "failed"}
     assert compare([passed, passed], [failed, failed], alone=alone) == (1, [], ["a"])
@@ -63,7 +63,7 @@ def test_a_test_that_differs_only_with_its_module_is_run_with_the_module_again(c
 
 
 def test_a_module_that_breaks_off_is_run_again(compare):
-    """If it breaks off in every variation, nothing is compared, and the report says so."""
+    """A module that breaks off is run again. If it breaks off in every variation, the report says so."""
     broken = {M: "broke off"}
     assert compare([{"a": "passed"}] * 2, [broken, broken])[2] == ["a", M]
     compared, idle, differences = compare([broken], [broken])
@@ -72,7 +72,7 @@ def test_a_module_that_breaks_off_is_run_again(compare):
 
 
 def test_a_listener_that_never_opened_is_reported(compare):
-    """Without an open, nothing shows that the plugin was active."""
+    """A listener that never opened is reported, because only an open shows that the plugin was active."""
     same = {"a": "passed"}
     compared, idle, differences = compare([same], [same], opens=0)
     assert (compared, differences) == (1, [])

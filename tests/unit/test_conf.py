@@ -1,4 +1,4 @@
-"""Configuration keys: values in Spark's syntax, and the table in the documentation."""
+"""Configuration keys: parsing of values in Spark's syntax, the table for the documentation, and misspelt keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARSERS = {"duration": parse_seconds, "bytes": parse_bytes, "count": int, "names
     ],
 )
 def test_durations_are_parsed_as_in_spark(text, seconds):
-    """All of Spark's units, surrounding blanks, and a bare number in milliseconds."""
+    """Durations can have all of Spark's units and surrounding blanks. A number without a unit is in milliseconds."""
     assert parse_seconds(text) == pytest.approx(seconds)
 
 
@@ -44,7 +44,7 @@ def test_an_invalid_duration_is_refused(text):
     ],
 )
 def test_sizes_are_parsed_as_in_spark(text, size):
-    """All of Spark's units in lower and upper case, and a bare number in bytes."""
+    """Sizes can have all of Spark's units in lower and upper case. A number without a unit is in bytes."""
     assert parse_bytes(text) == size
 
 
@@ -58,7 +58,7 @@ def test_an_invalid_size_is_refused(text):
 
 @given(text=st.text(max_size=12))
 def test_any_text_is_a_value_or_a_configuration_error(text):
-    """A user's text causes no other exception."""
+    """Any text is parsed as a value or raises ConfigurationError, and never another exception."""
     for parse in (parse_seconds, parse_bytes):
         with contextlib.suppress(ConfigurationError):
             assert parse(text) >= 0
@@ -102,11 +102,11 @@ def test_the_table_lists_each_key_once():
     ],
 )
 def test_the_closest_key_is_suggested_for_a_misspelt_one(wrong, right):
-    """For nonsense no key is suggested."""
+    """For a misspelt key, the closest key is suggested. For an unrelated text, none is."""
     assert closest(wrong) == right
 
 
 def test_each_key_is_closest_to_itself():
-    """A known key is never corrected."""
+    """For a correct key, the key itself is suggested."""
     assert [closest(key.name) for key in KEYS] == [key.name for key in KEYS]
     assert PLUGIN == "stagecrew.StagecrewPlugin"

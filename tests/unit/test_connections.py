@@ -1,4 +1,4 @@
-"""Connection errors keep their reason and cause and contain no password."""
+"""Connection errors contain their reason, keep their cause, and contain no password."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_error_of_the_database_driver_is_shown_without_the_password(monkeypat
 
 
 def test_a_refused_zookeeper_connection_names_host_port_and_reason(closed_port):
-    """The innermost cause is the operating system's error."""
+    """The message names host, port and reason. The innermost cause is the operating system's error."""
     with (
         contextlib.closing(ZooKeeperStore(f"127.0.0.1:{closed_port}", "/x", timeout=2, call_timeout=0.5)) as store,
         pytest.raises(StoreUnavailable, match=f"127.0.0.1:{closed_port}: .*Connection refused") as unavailable,
@@ -77,7 +77,7 @@ def test_a_refused_zookeeper_connection_names_host_port_and_reason(closed_port):
 
 
 def test_an_unknown_zookeeper_host_is_named_with_the_reason(monkeypatch):
-    """The reason is that of the name service."""
+    """The error contains the unknown host, and the reason from the name service."""
     resolve = socket.getaddrinfo
 
     def getaddrinfo(host, *arguments, **options):
@@ -95,7 +95,7 @@ def test_an_unknown_zookeeper_host_is_named_with_the_reason(monkeypatch):
 
 
 def test_a_zookeeper_server_without_tls_is_a_tls_error():
-    """The message contains the TLS library's reason."""
+    """If a ZooKeeper server does not speak TLS, the message contains the TLS library's reason."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -121,7 +121,7 @@ def test_a_zookeeper_server_without_tls_is_a_tls_error():
 
 
 def innermost(error: BaseException) -> BaseException:
-    """The last error in the chain of causes."""
+    """Returns the last error in the chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -1,4 +1,4 @@
-"""The states of a coordinator's context, and exceptions of each callback, in the harness."""
+"""The states of a coordinator's context, and exceptions raised by each callback, with the harness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reads(context):
 
 @pytest.mark.parametrize("write", WRITES)
 def test_a_context_cannot_be_used_for_writes_before_it_is_initialised(write):
-    """Reads work. A write raises an error that says where to do it."""
+    """An uninitialised context can be read, but a write raises an error that says where to do it."""
     seen = []
 
     class Early(stagecrew.Coordinator):
@@ -42,7 +42,7 @@ def test_a_context_cannot_be_used_for_writes_before_it_is_initialised(write):
 
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_to_a_closed_context_do_nothing(write):
-    """Reads work."""
+    """Writes to a closed context have no effect, but its attributes can still be read."""
     called = []
     with CoordinatorHarness(stagecrew.Coordinator) as harness:
         old = harness.coordinator.context
@@ -58,7 +58,7 @@ def test_writes_to_a_closed_context_do_nothing(write):
 
 
 def test_the_store_is_shared_and_survives_a_reset():
-    """A new instance finds the values that the old one stored."""
+    """After a reset, the new instance finds the values that the old one put into the store."""
     with CoordinatorHarness(stagecrew.Coordinator) as harness:
         harness.coordinator.context.store["x"] = 1
         harness.reset()
@@ -66,7 +66,7 @@ def test_the_store_is_shared_and_survives_a_reset():
 
 
 def test_run_in_coordinator_thread_keeps_the_order_of_each_calling_thread():
-    """Each function that any thread enqueues is called once."""
+    """Each function that a thread enqueues is called once, in the order in which this thread enqueued its functions."""
     called = []
     with CoordinatorHarness(stagecrew.Coordinator) as harness:
         context = harness.coordinator.context
@@ -130,7 +130,7 @@ def trigger(callback, harness):
     ],
 )
 def test_an_exception_in_any_callback_fails_the_topology(callback):
-    """It fails once, with that exception. Later callbacks are still called."""
+    """An exception in any callback fails the topology: CoordinatorFailed is raised with that exception as its cause."""
 
     class Raising(stagecrew.Coordinator):
         def raises(self, *_):
@@ -154,7 +154,7 @@ def test_an_exception_in_any_callback_fails_the_topology(callback):
 
 
 def test_an_exception_in_close_is_only_logged(caplog):
-    """It does not fail the topology, whose work is done."""
+    """An exception in `close` is only logged and does not fail the topology, whose work is done."""
 
     class Raising(stagecrew.Coordinator):
         def close(self):
@@ -167,7 +167,7 @@ def test_an_exception_in_close_is_only_logged(caplog):
 
 
 def test_only_the_first_failure_counts(caplog):
-    """Any number of calls from any number of threads give one cause, which is logged once."""
+    """However many threads call `fail`, only the first error is the cause, and it is logged once."""
     with CoordinatorHarness(stagecrew.Coordinator) as harness:
         context = harness.coordinator.context
         context.fail(KeyError("the first"))
@@ -181,7 +181,7 @@ def test_only_the_first_failure_counts(caplog):
 
 
 def test_a_failure_while_the_topology_closes_fails_it():
-    """Calls that were enqueued before the end are made at the end, and their exceptions count."""
+    """Calls that are still enqueued when the topology ends are made, and an exception in them fails the topology."""
 
     class Late(stagecrew.Coordinator):
         def handle_event(self, evaluation, event):
@@ -196,7 +196,7 @@ def test_a_failure_while_the_topology_closes_fails_it():
 
 @pytest.mark.parametrize("method", ["every", "call_async"])
 def test_repeated_calls_while_live_have_no_timer_while_no_task_is_live(method):
-    """They repeat while an evaluation is live, pause while none is, and continue with the next one."""
+    """Calls with `while_live` repeat while an evaluation is live, pause while none is, and then continue."""
     called = []
 
     class Watching(stagecrew.Coordinator):

@@ -1,4 +1,4 @@
-"""The calls of a coordinator, their order, and repeated, late and lost messages: without Spark, threads or a clock."""
+"""The order of a coordinator's calls, and repeated, late and lost messages, without Spark, threads or a real clock."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ class FakeWire:
         self.gateways = {}
 
     def send(self, executor, frame):
-        self.gather()
+        self.take_from_gateways()
         self.sent += [(executor, decoded) for decoded in decode_all(frame)]
 
     def dirty(self, gateway):
         self.gateways[gateway] = None
 
-    def gather(self):
+    def take_from_gateways(self):
         for gateway in self.gateways:
             while (frame := gateway.take()) is not None:
                 self.sent += [(gateway.evaluation.executor, decoded) for decoded in decode_all(frame)]
         self.gateways.clear()
 
     def flush(self):
-        self.gather()
+        self.take_from_gateways()
 
     def take(self, kind):
         """Removes and returns the recorded frames of this kind."""
-        self.gather()
+        self.take_from_gateways()
         taken = [frame for _, frame in self.sent if frame.kind == kind]
         self.sent = [(executor, frame) for executor, frame in self.sent if frame.kind != kind]
         return taken
 
 
 class Recording(Coordinator):
-    """Records its calls."""
+    """A coordinator that records its calls. It replies with the request itself, or raises it if it is an exception."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -87,7 +87,7 @@ class Recording(Coordinator):
 
 
 class World:
-    """A host with one binding. Executors are simulated by frames."""
+    """A host with one binding. Tests send it frames as executors would."""
 
     def __init__(self):
         self.now = 100.0
@@ -113,20 +113,21 @@ class World:
         self.binding.begin()
         self.host.add(self.binding)
 
-    def say(self, kind, executor="1", **fields):
+    def receive(self, kind, executor="1", **fields):
+        """Makes the host receive a frame from an executor."""
         self.host.received(executor, encode(kind, **fields))
 
     def ready(self, evaluation, subtask=0, executor="1", attempt=None):
-        self.say(
+        self.receive(
             "READY", executor, evaluation=evaluation, binding="b", subtask=subtask, attempt=attempt or evaluation,
             number=0, stage=1, partition=7, stage_attempt=0, partitions=8,
         )  # fmt: skip
 
     def events(self, evaluation, first, *events):
-        self.say("EVENTS", evaluation=evaluation, first=first, payloads=[pack(event, LIMIT) for event in events])
+        self.receive("EVENTS", evaluation=evaluation, first=first, payloads=[pack(event, LIMIT) for event in events])
 
     def finish(self, evaluation, sequence, outcome="finished"):
-        self.say("FINISH", evaluation=evaluation, sequence=sequence, outcome=outcome, reason="r")
+        self.receive("FINISH", evaluation=evaluation, sequence=sequence, outcome=outcome, reason="r")
 
     def take_calls(self):
         """Removes and returns the recorded calls of the current coordinator, with evaluations replaced by their ids."""
@@ -144,7 +145,7 @@ def world() -> World:
 
 
 def test_an_evaluation_is_ready_then_sends_events_then_finishes(world):
-    """The reply to FINISH is sent after all earlier events are enqueued."""
+    """An evaluation's calls are made in order, and the reply to FINISH is sent after all of its events are enqueued."""
     world.ready(1)
     world.events(1, 1, "a", "b")
     world.finish(1, 3)
@@ -154,20 +155,22 @@ def test_an_evaluation_is_ready_then_sends_events_then_finishes(world):
 
 
 def test_repeated_messages_are_handled_once(world):
-    """This holds for READY, complete and partial batches of events, requests and FINISH. A repeated request gets its
-    first reply."""
+    """A READY, a batch of events or a part of it, a request or a FINISH that arrives again is not handled again.
+
+    A repeated request gets the first reply.
+    """
     for _ in range(2):
         world.ready(1)
     world.events(1, 1, "a", "b")
     world.events(1, 1, "a", "b")
     world.events(1, 2, "b", "c")
     for _ in range(2):
-        world.say("REQUEST", evaluation=1, sequence=4, payload=pack("q", LIMIT))
+        world.receive("REQUEST", evaluation=1, sequence=4, payload=pack("q", LIMIT))
     assert world.take_calls() == [
         ("ready", 1), ("handle_event", 1, "a"), ("handle_event", 1, "b"), ("handle_event", 1, "c"),
         ("handle_request", 1, "q"),
     ]  # fmt: skip
-    world.say("REQUEST", evaluation=1, sequence=4, payload=pack("q", LIMIT))
+    world.receive("REQUEST", evaluation=1, sequence=4, payload=pack("q", LIMIT))
     assert world.take_calls() == []
     replies = world.wire.take("REPLY")
     assert [unpack(reply["payload"]) for reply in replies] == ["q", "q"]
@@ -177,7 +180,7 @@ def test_repeated_messages_are_handled_once(world):
 
 
 def test_a_gap_fails_the_attempt(world):
-    """Lost messages fail their attempt, and no later message of it is handled."""
+    """If messages of an attempt are lost, the attempt fails, and none of its later messages is handled."""
     world.ready(1)
     world.ready(2, subtask=1)
     world.events(1, 1, "a")
@@ -194,7 +197,7 @@ def test_a_gap_fails_the_attempt(world):
 
 
 def test_a_finish_after_a_gap_fails_the_attempt(world):
-    """The evaluation does not count as finished."""
+    """A FINISH after lost messages fails the attempt, and the evaluation does not count as finished."""
     world.ready(1)
     world.finish(1, 3)
     assert [call[:2] for call in world.take_calls()] == [("ready", 1), ("failed", 1)]
@@ -202,15 +205,18 @@ def test_a_finish_after_a_gap_fails_the_attempt(world):
 
 
 def test_a_later_attempt_of_a_subtask_begins_with_a_reset(world):
-    """It begins after all earlier attempts have ended, however they ended. A speculative attempt causes no reset."""
+    """An attempt that begins after all earlier attempts of its subtask have ended causes a reset, however they ended.
+
+    A speculative attempt causes no reset.
+    """
     world.ready(1)
-    world.say("ENDED", evaluation=1, outcome="failed", reason="its process is gone")
+    world.receive("ENDED", evaluation=1, outcome="failed", reason="its process is gone")
     world.ready(2)
     world.ready(3)  # speculation
     world.finish(3, 1)
-    world.say("ENDED", evaluation=2, outcome="failed", reason="another attempt succeeded")
+    world.receive("ENDED", evaluation=2, outcome="failed", reason="another attempt succeeded")
     world.ready(4)  # the output of the successful attempt was lost
-    world.say("ENDED", evaluation=4, outcome="abandoned", reason="")
+    world.receive("ENDED", evaluation=4, outcome="abandoned", reason="")
     assert world.take_calls() == [
         ("ready", 1), ("failed", 1, "its process is gone"), ("subtask_reset", 0, -1), ("ready", 2), ("ready", 3),
         ("finished", 3), ("failed", 2, "another attempt succeeded"), ("subtask_reset", 0, -1), ("ready", 4),
@@ -219,16 +225,16 @@ def test_a_later_attempt_of_a_subtask_begins_with_a_reset(world):
 
 
 def test_the_slower_of_two_attempts_fails_without_a_reset(world):
-    """`failed` is called after `finished` of the other attempt."""
+    """Of two concurrent attempts, the faster one finishes, and `failed` is then called for the slower one."""
     world.ready(1)
     world.ready(2)
     world.finish(1, 1)
-    world.say("ENDED", evaluation=2, outcome="failed", reason="another attempt succeeded")
+    world.receive("ENDED", evaluation=2, outcome="failed", reason="another attempt succeeded")
     assert [call[:2] for call in world.take_calls()] == [("ready", 1), ("ready", 2), ("finished", 1), ("failed", 2)]
 
 
 def test_an_attempt_that_begins_before_the_loss_of_another_causes_no_reset(world):
-    """Both attempts are live for a moment, as in speculation."""
+    """An attempt that begins before another one is lost causes no reset, because both were live at the same time."""
     world.ready(1)
     world.ready(2, executor="2")
     world.host.lost("1", "executor 1 is lost")
@@ -236,8 +242,8 @@ def test_an_attempt_that_begins_before_the_loss_of_another_causes_no_reset(world
 
 
 def test_an_evaluation_that_ended_before_its_ready_is_ignored(world):
-    """The coordinator is not called for it. Its late READY is refused. The next evaluation begins without a reset."""
-    world.say("ENDED", evaluation=1, outcome="failed", reason="its process is gone")
+    """The coordinator never sees an evaluation whose end arrives before its READY, and the next one causes no reset."""
+    world.receive("ENDED", evaluation=1, outcome="failed", reason="its process is gone")
     world.ready(1)
     world.events(1, 1, "late")
     world.ready(2)
@@ -246,7 +252,7 @@ def test_an_evaluation_that_ended_before_its_ready_is_ignored(world):
 
 
 def test_a_repeated_ready_after_the_end_is_ignored(world):
-    """It starts no evaluation."""
+    """A READY that arrives again after its evaluation has ended does not start another evaluation."""
     world.ready(1)
     world.finish(1, 1)
     world.ready(1)
@@ -254,7 +260,7 @@ def test_a_repeated_ready_after_the_end_is_ignored(world):
 
 
 def test_evaluations_without_a_subtask_are_never_reset(world):
-    """Their binding has no subtasks."""
+    """Evaluations of a binding without subtasks cause no reset."""
     for id_ in (1, 2):
         world.ready(id_, subtask=-1)
         world.finish(id_, 1)
@@ -262,22 +268,22 @@ def test_evaluations_without_a_subtask_are_never_reset(world):
 
 
 def test_messages_of_an_ended_evaluation_are_refused(world):
-    """They do not reach the coordinator, and the sender gets ABORT."""
+    """Messages of an ended evaluation do not reach the coordinator, and their sender gets ABORT."""
     world.ready(1)
-    world.say("ENDED", evaluation=1, outcome="failed", reason="gone")
+    world.receive("ENDED", evaluation=1, outcome="failed", reason="gone")
     world.take_calls()
     world.events(1, 1, "late")
-    world.say("REQUEST", evaluation=1, sequence=2, payload=pack("late", LIMIT))
+    world.receive("REQUEST", evaluation=1, sequence=2, payload=pack("late", LIMIT))
     world.finish(1, 3)
-    world.say("ENDED", evaluation=1, outcome="failed", reason="again")
-    world.say("ACCEPTED", evaluation=1, sequence=1)
+    world.receive("ENDED", evaluation=1, outcome="failed", reason="again")
+    world.receive("ACCEPTED", evaluation=1, sequence=1)
     assert world.take_calls() == []
     assert len(world.wire.take("ABORT")) == 3
     assert not world.wire.take("REPLY")
 
 
 def test_a_lost_executor_fails_only_its_evaluations(world):
-    """Evaluations on other executors continue."""
+    """If an executor is lost, its evaluations fail, and evaluations on other executors continue."""
     world.ready(1)
     world.ready(2, subtask=1, executor="2")
     world.host.lost("1", "executor 1 is lost")
@@ -285,15 +291,15 @@ def test_a_lost_executor_fails_only_its_evaluations(world):
 
 
 def test_events_to_a_task_are_numbered_and_acknowledged(world):
-    """A future completes when all events up to its own are in the mailbox."""
+    """Events to a task are numbered. An event's future completes when all events up to this one are in the mailbox."""
     world.ready(1)
     world.take_calls()
     gateway = world.coordinators[0].gateways[1]
     first, second, end = gateway.send_acknowledged("a"), gateway.send_acknowledged(b"b"), gateway.close()
     (frame,) = world.wire.take("EVENTS")
     assert (frame["first"], frame["payloads"]) == (1, [pack("a", LIMIT), b"\0b", END])
-    world.say("ACCEPTED", evaluation=1, sequence=2)
-    world.say("ACCEPTED", evaluation=1, sequence=1)  # late
+    world.receive("ACCEPTED", evaluation=1, sequence=2)
+    world.receive("ACCEPTED", evaluation=1, sequence=1)  # late
     assert first.done()
     assert second.done()
     assert not end.done()
@@ -307,14 +313,14 @@ def test_events_to_a_task_are_numbered_and_acknowledged(world):
 
 
 def test_a_late_acknowledgement_fails_only_its_attempt(world):
-    """The attempt fails when the timeout ends without an acknowledgement."""
+    """Only the attempt whose acknowledgement does not arrive within the timeout fails."""
     world.ready(1)
     world.ready(2, subtask=1)
     world.take_calls()
     gateways = world.coordinators[0].gateways
     late, other = gateways[1].send_acknowledged("a"), gateways[2].send_acknowledged("b")
     assert len(world.wire.take("EVENTS")) == 2
-    world.say("ACCEPTED", evaluation=2, sequence=1)
+    world.receive("ACCEPTED", evaluation=2, sequence=1)
     assert world.host.due() == 130.0
     world.now = 129.9
     world.host.expire()
@@ -334,7 +340,7 @@ def test_a_late_acknowledgement_fails_only_its_attempt(world):
 @pytest.mark.parametrize("method", ["send", "send_acknowledged", "close"])
 @pytest.mark.parametrize("failure", ["late", "overflow"])
 def test_an_event_that_is_not_acknowledged_fails_the_attempt(world, method, failure):
-    """Whichever method sent it, and whether or not the sender keeps a future."""
+    """An event that is not acknowledged fails the attempt, whichever method sent it, with or without a future."""
     world.ready(1)
     world.take_calls()
     gateway = world.coordinators[0].gateways[1]
@@ -345,7 +351,7 @@ def test_an_event_that_is_not_acknowledged_fails_the_attempt(world, method, fail
         world.host.expire()
         reason = "within 30.0 s"
     else:
-        world.say("OVERFLOWED", evaluation=1, reason="its mailbox is full")
+        world.receive("OVERFLOWED", evaluation=1, reason="its mailbox is full")
         reason = "its mailbox is full"
     ((name, evaluation, why),) = world.take_calls()
     assert (name, evaluation) == ("failed", 1)
@@ -354,15 +360,15 @@ def test_an_event_that_is_not_acknowledged_fails_the_attempt(world, method, fail
 
 
 def test_a_full_mailbox_fails_its_attempt(world):
-    """The reason of the failure says that the mailbox is full."""
+    """A full mailbox fails its attempt, and the reason says so."""
     world.ready(1)
-    world.say("OVERFLOWED", evaluation=1, reason="its mailbox is full")
+    world.receive("OVERFLOWED", evaluation=1, reason="its mailbox is full")
     assert world.take_calls()[1:] == [("failed", 1, "its mailbox is full")]
     assert [frame["reason"] for frame in world.wire.take("ABORT")] == ["its mailbox is full"]
 
 
-def test_credit_is_sent_in_steps(world):
-    """HANDLED is sent often enough that a waiting task continues, but not for each message."""
+def test_handled_is_sent_in_steps(world):
+    """HANDLED is sent after each quarter of the send window, not for each message."""
     world.ready(1)
     for first in range(1, WINDOW + 1, 64):
         world.events(1, first, *range(64))
@@ -371,18 +377,18 @@ def test_credit_is_sent_in_steps(world):
     assert sequences == list(range(WINDOW // 4, WINDOW + 1, WINDOW // 4))
 
 
-def test_a_waiting_task_gets_credit_when_its_messages_are_handled(world):
-    """HANDLED is sent as soon as all messages that the task sent before are handled."""
+def test_a_waiting_task_is_notified_when_its_messages_are_handled(world):
+    """After CREDIT, HANDLED is sent as soon as all earlier messages of the task have been handled."""
     world.ready(1)
     world.events(1, 1, "a", "b")
-    world.say("CREDIT", evaluation=1)
+    world.receive("CREDIT", evaluation=1)
     assert not world.wire.take("HANDLED")
     world.take_calls()
     assert [frame["sequence"] for frame in world.wire.take("HANDLED")] == [2]
 
 
-def test_a_slow_coordinator_sends_credit_about_every_second(world):
-    """The task sees progress, so it keeps waiting and does not time out."""
+def test_a_slow_coordinator_sends_handled_about_every_second(world):
+    """A slow coordinator sends HANDLED about every second, so that a waiting task does not time out."""
     world.ready(1)
     sequences = []
     for first in range(1, 6):
@@ -394,14 +400,14 @@ def test_a_slow_coordinator_sends_credit_about_every_second(world):
 
 
 def test_a_request_gets_its_result_or_its_exception(world):
-    """If the handler returns a future, the reply is sent when the future completes."""
+    """The reply to a request is the handler's result or exception, or that of the future that the handler returns."""
     world.ready(1)
     world.take_calls()
     later: Future[str] = Future()
     handlers = iter([lambda: 1 / 0, lambda: later, lambda: (n for n in ()), lambda: "now"])
     world.coordinators[0].handle_request = lambda *_: next(handlers)()
     for sequence in range(1, 5):
-        world.say("REQUEST", evaluation=1, sequence=sequence, payload=pack("x", LIMIT))
+        world.receive("REQUEST", evaluation=1, sequence=sequence, payload=pack("x", LIMIT))
     world.take_calls()
     later.set_result("later")
     replies = {frame["sequence"]: frame for frame in world.wire.take("REPLY")}
@@ -414,16 +420,16 @@ def test_a_request_gets_its_result_or_its_exception(world):
 
 
 def test_recent_replies_are_kept_for_repeated_requests(world):
-    """The last large reply and the last 64 small ones are sent again without another call of the handler."""
+    """The last large reply and the latest small replies, at most 64 in all, can be repeated without the handler."""
     world.ready(1)
     world.take_calls()
     world.coordinators[0].handle_request = lambda _evaluation, size: bytes(size)
     for sequence in range(1, 200):
-        world.say("REQUEST", evaluation=1, sequence=sequence, payload=pack(100_000 if sequence % 2 else 10, LIMIT))
+        world.receive("REQUEST", evaluation=1, sequence=sequence, payload=pack(100_000 if sequence % 2 else 10, LIMIT))
         world.take_calls()
     world.wire.take("REPLY")
     for sequence in range(1, 200):
-        world.say("REQUEST", evaluation=1, sequence=sequence, payload=pack(0, LIMIT))
+        world.receive("REQUEST", evaluation=1, sequence=sequence, payload=pack(0, LIMIT))
     assert world.take_calls() == []  # no request is handled again
     repeated = {reply["sequence"]: len(reply["payload"]) for reply in world.wire.take("REPLY")}
     assert {sequence: size for sequence, size in repeated.items() if size > 11} == {199: 100_001}
@@ -432,7 +438,7 @@ def test_recent_replies_are_kept_for_repeated_requests(world):
 
 
 def test_a_reset_replaces_the_coordinator(world):
-    """The old one closes and gets no more calls. Earlier evaluations are aborted and get no replies."""
+    """On a reset, the old coordinator closes and gets no more calls. Its evaluations are aborted and get no replies."""
     world.ready(1)
     world.take_calls()
     gateway = world.coordinators[0].gateways[1]
@@ -453,7 +459,7 @@ def test_a_reset_replaces_the_coordinator(world):
 
 
 def test_each_reset_creates_an_instance_that_starts_once(world):
-    """This also holds for a reset without a checkpoint and before the start. Replaced instances close."""
+    """Of several resets before the coordinator has started, only the last one's instance starts, and it starts once."""
     world.host.reset(world.binding, -1, None, 1.0)
     world.host.reset(world.binding, 3, None, 1.0)
     assert world.take_calls() == [("reset_to_checkpoint", 3, None), ("start",)]
@@ -461,7 +467,7 @@ def test_each_reset_creates_an_instance_that_starts_once(world):
 
 
 def test_a_broken_channel_fails_the_topology(world):
-    """The failure contains the reason."""
+    """A broken channel fails the topology with an error that contains the reason."""
     world.ready(1)
     world.host.broken("the connection from coordinators to executors broke: reset by peer")
     (failure,) = world.failures
@@ -470,7 +476,7 @@ def test_a_broken_channel_fails_the_topology(world):
 
 
 def test_a_binding_added_to_a_broken_channel_fails(world):
-    """It fails with the same reason as the bindings before it."""
+    """A binding that is added after the channel has broken fails with the same reason as earlier bindings."""
     world.host.broken("reset by peer")
     world.failures.clear()
     world.host.add(world.binding)
@@ -479,14 +485,14 @@ def test_a_binding_added_to_a_broken_channel_fails(world):
 
 @pytest.mark.parametrize("result", [None, 7, Coordinator], ids=["nothing", "another object", "the class"])
 def test_a_factory_must_return_a_coordinator(world, result):
-    """The error is raised when the function is bound, not when a request times out."""
+    """If a factory does not return a coordinator, an error is raised when the function is bound, not later."""
     binding = world.binding
     with pytest.raises(OperatorMisused, match="the factory of operator 'o' returned a .*, not a stagecrew.Coordinator"):
         Binding("c", "o/2", "o", lambda _: result, binding.owner, binding.threads)
 
 
 def test_an_exception_in_a_callback_fails_the_topology(world):
-    """The topology gets the exception."""
+    """An exception in a callback is passed to the topology as its failure."""
     world.coordinators[0].ready = lambda *_: 1 / 0
     world.ready(1)
     world.take_calls()
@@ -494,7 +500,7 @@ def test_an_exception_in_a_callback_fails_the_topology(world):
 
 
 def test_the_coordinator_closes_after_pending_messages_at_the_end_of_a_topology(world):
-    """Live and later evaluations are aborted."""
+    """At the end of a topology, its coordinator handles pending messages and closes. All evaluations are aborted."""
     world.ready(1)
     world.events(1, 1, "a")
     world.binding.finish()
@@ -507,7 +513,7 @@ def test_the_coordinator_closes_after_pending_messages_at_the_end_of_a_topology(
 
 
 def test_payloads_are_pickled_and_bytes_are_unchanged():
-    """Local functions can be sent. An object that cannot be pickled is named in the error, and so is the size limit."""
+    """Objects are pickled, even local functions, but bytes are not. Unpicklable and too large objects are rejected."""
     for event in (b"\0\1", 3, "x", None, True, {"a": [1.5]}, (1, b"2")):
         assert unpack(pack(event, LIMIT)) == event
     assert unpack(pack(lambda: 3, LIMIT))() == 3
@@ -520,7 +526,7 @@ def test_payloads_are_pickled_and_bytes_are_unchanged():
 
 
 def test_exceptions_are_sent_with_their_traceback():
-    """The traceback is text. An exception that cannot be pickled or is too large is sent as its text only."""
+    """An exception is sent with its traceback as text. If it cannot be pickled or is too large, only text is sent."""
     from stagecrew.wire.serialization import failure
 
     class LocalError(Exception):
@@ -536,7 +542,7 @@ def test_exceptions_are_sent_with_their_traceback():
     error, text = transferred(KeyError("k"))
     assert isinstance(error, KeyError)
     assert "raise error" in text
-    error, text = transferred(ValueError(b"x" * LIMIT))  # larger than a reply may be
+    error, text = transferred(ValueError(b"x" * LIMIT))  # larger than the limit of a reply
     assert error is None
     assert "ValueError" in text
     assert len(text) < 30_000
@@ -546,7 +552,7 @@ def test_exceptions_are_sent_with_their_traceback():
 
 
 def test_large_outboxes_are_split_into_frames():
-    """Events to one evaluation are sent in order in frames of about a megabyte."""
+    """Events to an evaluation are sent in order, in frames of about 1 MB. Frames to an executor are split likewise."""
     outbox = Outbox()
     for size in (600_000, 600_000, 10, 2_000_000, 5):
         outbox.add(bytes(size), 1.0)
@@ -561,8 +567,8 @@ def test_large_outboxes_are_split_into_frames():
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([1, 3, 2, 3])))
-def test_acknowledgements_may_arrive_in_any_order(order):
-    """An acknowledgement completes all futures up to its number. Late and repeated ones do nothing."""
+def test_acknowledgements_can_arrive_in_any_order(order):
+    """An acknowledgement completes all futures up to its number. A late or repeated acknowledgement does nothing."""
     outbox = Outbox()
     futures: list[Future[None]] = [Future() for _ in range(3)]
     for future in futures:

@@ -1,4 +1,4 @@
-"""The Python worker daemon: how it ends workers, and how it imports from the jar."""
+"""The Python worker daemon: how it terminates workers, and how it imports from the jar."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WITHOUT_HANDLER = "import time; print('ready', flush=True)\nwhile True: time.sle
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """Shortens the grace period and restores the alarm's handler."""
+    """Shortens the grace period, and restores the handler of SIGALRM at the end."""
     before = signal.getsignal(signal.SIGALRM)
     monkeypatch.setattr(graceful_shutdown, "SECONDS", 0.3)
     yield
@@ -38,7 +38,7 @@ def _quick(monkeypatch):
 
 @pytest.fixture
 def child():
-    """Starts a Python process that waits for signals."""
+    """A function that starts a Python process and waits until it is ready for signals."""
     started = []
 
     def start(script: str) -> subprocess.Popen[str]:
@@ -55,9 +55,9 @@ def child():
         process.stdout.close()
 
 
-@pytest.mark.timeout(30, method="thread")  # the other method needs the alarm
+@pytest.mark.timeout(30, method="thread")  # the other method uses SIGALRM itself
 def test_a_worker_that_handles_sigterm_gets_it_first(child, monkeypatch):
-    """A worker with listeners ends by itself."""
+    """A worker with a SIGTERM handler gets SIGTERM instead of SIGKILL, so that it can close its listeners and exit."""
     monkeypatch.setattr(graceful_shutdown, "SECONDS", 10.0)
     process = child(EXITS_ON_SIGTERM)
     graceful_shutdown._kill(process.pid, signal.SIGKILL)
@@ -66,7 +66,7 @@ def test_a_worker_that_handles_sigterm_gets_it_first(child, monkeypatch):
 
 @pytest.mark.timeout(30, method="thread")
 def test_a_worker_that_does_not_end_is_killed(child):
-    """It gets SIGKILL after the grace period."""
+    """A worker that does not end within the grace period gets SIGKILL."""
     process = child(IGNORES_SIGTERM)
     graceful_shutdown._kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
@@ -74,8 +74,8 @@ def test_a_worker_that_does_not_end_is_killed(child):
 
 
 @pytest.mark.timeout(30, method="thread")
-def test_a_worker_without_listeners_is_killed_at_once(child):
-    """Without a SIGTERM handler the worker gets SIGKILL as in Spark's daemon. Other signals are passed unchanged."""
+def test_a_worker_without_listeners_is_killed_immediately(child):
+    """A worker without a SIGTERM handler gets SIGKILL, as with Spark's daemon. Other signals are sent unchanged."""
     process = child(WITHOUT_HANDLER)
     graceful_shutdown._kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
@@ -86,8 +86,8 @@ def test_a_worker_without_listeners_is_killed_at_once(child):
 
 
 @pytest.mark.timeout(30, method="thread")
-def test_ending_one_worker_does_not_delay_another(child, monkeypatch):
-    """A worker whose grace period has ended is killed although the daemon keeps ending others."""
+def test_terminating_one_worker_does_not_delay_another(child, monkeypatch):
+    """A worker whose grace period has ended is killed, even if the daemon keeps terminating other workers."""
     monkeypatch.setattr(graceful_shutdown, "SECONDS", 1.0)
     first = child(IGNORES_SIGTERM)
     others = child(IGNORES_SIGTERM.replace("signal.pause()", "[signal.pause() for _ in range(99)]"))
@@ -99,7 +99,7 @@ def test_ending_one_worker_does_not_delay_another(child, monkeypatch):
     assert first.returncode == -signal.SIGKILL
     assert time.monotonic() - asked < 5
     assert others.wait(10) == -signal.SIGKILL
-    # The worker may have been asked again while it died. The timer's next tick forgets it.
+    # The daemon may have signalled the other worker again while it died. The timer's next tick forgets this worker.
     eventually(
         lambda: not graceful_shutdown._asked and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0),
         5,
@@ -109,7 +109,7 @@ def test_ending_one_worker_does_not_delay_another(child, monkeypatch):
 
 @pytest.mark.timeout(30, method="thread")
 def test_a_worker_can_have_a_longer_grace_period(child, monkeypatch):
-    """An idle or closing worker gets exactly the time that it has announced."""
+    """A worker that has announced how many seconds it needs gets this grace period."""
     monkeypatch.setattr(graceful_shutdown, "_needed", graceful_shutdown._shared_table())
     process = child(IGNORES_SIGTERM)
     graceful_shutdown._needed[process.pid] = 2
@@ -120,7 +120,7 @@ def test_a_worker_can_have_a_longer_grace_period(child, monkeypatch):
 
 
 def test_the_daemon_sees_the_time_that_a_worker_needs(monkeypatch):
-    """The table is in shared memory. A number that is too large for it is capped."""
+    """A worker announces the seconds that it needs in a table in shared memory. Large numbers are capped."""
     monkeypatch.setattr(graceful_shutdown, "_needed", graceful_shutdown._shared_table())
     pid = os.fork()
     if pid == 0:
@@ -136,7 +136,7 @@ def test_the_daemon_sees_the_time_that_a_worker_needs(monkeypatch):
 
 @pytest.mark.timeout(30, method="thread")
 def test_a_worker_that_blocks_sigterm_gets_it_first(child, monkeypatch):
-    """A worker with listeners blocks SIGTERM between two tasks while Spark resets its handlers."""
+    """A worker that blocks SIGTERM gets it first: workers with listeners block it while Spark resets their handlers."""
     monkeypatch.setattr(graceful_shutdown, "SECONDS", 10.0)
     process = child(
         "import signal, sys, time; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
@@ -149,7 +149,7 @@ def test_a_worker_that_blocks_sigterm_gets_it_first(child, monkeypatch):
 
 
 def test_a_reused_pid_is_not_killed(child):
-    """After the grace period only the process that was asked to end is killed, not another one with its pid."""
+    """After the grace period, a different process that has the pid of the terminated worker is not killed."""
     process = child(IGNORES_SIGTERM)
     graceful_shutdown._asked.append((0.0, process.pid, "another start"))
     graceful_shutdown._later(0, None)
@@ -182,7 +182,7 @@ def test_the_worker_that_the_daemon_runs_is_hooked(monkeypatch, arguments, hooke
 
 
 def test_the_jars_file_list_is_read_once(tmp_path, monkeypatch):
-    """PySpark calls importlib.invalidate_caches() for each task. It must not read the jar again."""
+    """`importlib.invalidate_caches()`, which PySpark calls for each task, does not make Python read the jar again."""
     path = tmp_path / "some.jar"
     with zipfile.ZipFile(path, "w") as jar:
         jar.writestr("in_the_jar.py", "answer = 42")

@@ -62,7 +62,7 @@ def test_pages_load_nothing_from_other_hosts(site):
 
 
 def test_the_configuration_page_lists_every_key(site):
-    """The built page has each key with its default and description."""
+    """The built configuration page contains the name and the description of each key."""
     text = re.sub(r"<[^>]+>", "", read(site, "reference/configuration.html"))
     for key in KEYS:
         assert key.name in text
@@ -86,7 +86,7 @@ def test_every_public_name_is_documented(site):
 def test_messages_in_the_troubleshooting_table_are_in_the_code():
     """Each message that the troubleshooting tables explain exists in the code."""
     sources = [*(ROOT / "python/stagecrew").rglob("*.py"), *(ROOT / "jvm-shim/src/main").rglob("*.scala")]
-    # In the code, messages are split over several lines and contain values.
+    # In the code, messages are split over several lines and contain placeholders for values.
     code = re.sub(r"[\"']\s*\+?\s*[sf]?[\"']", "", "\n".join(path.read_text(encoding="utf-8") for path in sources))
     code = re.sub(r"\s+", " ", code)
     page = (DOCS / "operations.md").read_text(encoding="utf-8").split("## Troubleshooting by message")[1]
@@ -114,7 +114,7 @@ def test_blocks_are_found_and_parse(page):
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
 def test_relative_links_in_project_files_exist(page):
-    """This holds for the links and pictures of the README and the other Markdown files beside it."""
+    """The relative links and pictures of the README, and of the other Markdown files in its folder, exist."""
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if not target.startswith(("http:", "https:")):
             assert (ROOT / target).exists(), f"{page.name}: {target}"
@@ -128,7 +128,7 @@ def test_no_machine_paths():
 
 
 def test_the_block_runner_fails_if_a_marked_block_does_not_raise(tmp_path):
-    """It also fails if the block raises another error."""
+    """The block runner fails if a block does not raise the error that its comment names, or raises another one."""
     from support.docs_blocks import run_page
 
     page = tmp_path / "page.md"

@@ -1,4 +1,4 @@
-"""Docstrings of public names: the arguments, the result and the errors that they describe are those of the code."""
+"""Docstrings of public names: the arguments, results and errors that they describe match the code."""
 
 import builtins
 import importlib
@@ -22,13 +22,13 @@ MODULES = [
 ]
 
 
-#: Sinks and commit logs implement these protocols, which describe their methods.
+#: The protocols that sinks and commit logs implement, and that describe their methods.
 PROTOCOLS = (stagecrew.operators.Committer, stagecrew.operators.CommitLog)
 DESCRIBED_BY_PROTOCOLS = {name for protocol in PROTOCOLS for name in vars(protocol)} | {"in_tasks", "stored_mark"}
 
 
 def is_described_elsewhere(cls, attribute):
-    """Whether a base class or a protocol describes this method."""
+    """Returns whether a base class or a protocol describes this method."""
     if any(attribute in vars(base) for base in cls.__mro__[1:-1]):
         return True
     implements = cls.__module__.startswith(("stagecrew.operators.sinks.", "stagecrew.operators.commit_log"))
@@ -36,7 +36,7 @@ def is_described_elsewhere(cls, attribute):
 
 
 def public_objects():
-    """The public classes and functions by their names, and the public methods of the classes."""
+    """Returns the public classes and functions by name, and the public methods and properties of the classes."""
     found = {}
     for module in map(importlib.import_module, MODULES):
         for name in module.__all__:
@@ -61,7 +61,7 @@ def function_of(value):
 
 
 def sections(value):
-    """The sections of a docstring in Google style, by their kind."""
+    """Returns the sections of a Google-style docstring by kind."""
     logging.getLogger("griffe").setLevel(logging.ERROR)
     docstring = griffe.Docstring(inspect.getdoc(value) or "", parser="google")
     return {section.kind.value: section.value for section in docstring.parse(warnings=False)}
@@ -79,7 +79,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_arguments_are_those_of_the_signature(name):
-    """Each argument is described, in the order of the signature."""
+    """A docstring describes all arguments of its function, in the order of the signature."""
     function = function_of(FUNCTIONS[name])
     described = [one.name.lstrip("*") for one in sections(FUNCTIONS[name]).get("parameters", [])]
     assert described == arguments_of(function)
@@ -87,7 +87,7 @@ def test_the_arguments_are_those_of_the_signature(name):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_result_is_described(name):
-    """What a function returns or yields is described, unless it is None."""
+    """A docstring describes what its function returns or yields, unless this is None."""
     function = function_of(FUNCTIONS[name])
     result = str(inspect.signature(function).return_annotation)
     described = {"returns", "yields"} & sections(FUNCTIONS[name]).keys()
@@ -96,7 +96,7 @@ def test_a_result_is_described(name):
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_each_error_that_is_described_exists(name):
-    """Every name in a Raises section is one of our errors or a built-in exception."""
+    """Every name in a Raises section is a stagecrew error or a built-in exception."""
     for one in sections(OBJECTS[name]).get("raises", []):
         found = getattr(errors, str(one.annotation), None) or getattr(builtins, str(one.annotation), None)
         assert isinstance(found, type), one.annotation
@@ -104,12 +104,12 @@ def test_each_error_that_is_described_exists(name):
 
 
 def test_every_public_name_has_a_docstring():
-    """Each has its own: that of a base class says too little."""
+    """Every public class, function and method has a docstring of its own, not only an inherited one."""
     assert [name for name, value in OBJECTS.items() if value.__doc__ is None] == []
 
 
 def test_every_class_and_function_has_an_example():
-    """`test_doctests` runs those with a prompt, and `test_docs_examples` those that need Spark."""
+    """Every public class and function has an example. `test_doctests` and `test_docs_examples` run the examples."""
     first = {
         name: value
         for name, value in OBJECTS.items()

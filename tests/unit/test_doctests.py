@@ -16,7 +16,7 @@ MODULES = ["stagecrew", *sorted(module.name for module in pkgutil.walk_packages(
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_pass(name):
-    """Every example of the module gives the result it shows, and none starts Spark."""
+    """Every example of a module gives the result that it shows, and no example starts Spark."""
     before = pyspark.SparkContext._gateway, pyspark.SparkContext._active_spark_context
     result = doctest.testmod(importlib.import_module(name))
     assert result.failed == 0
@@ -24,7 +24,7 @@ def test_docstring_examples_pass(name):
 
 
 def test_docstring_examples_are_found():
-    """The modules with examples are searched. A search that found none would always pass."""
+    """Examples are found in these modules. If the search found none, the test above would always pass."""
     modules_with_examples = {
         name
         for name in MODULES

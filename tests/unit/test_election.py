@@ -1,4 +1,4 @@
-"""Leader election without threads: all its rules, and processes that die, pause and lag, on an in-memory store."""
+"""Leader election without threads: all of its rules, and processes that fail, pause and lag, on an in-memory store."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TIMEOUT = 3.0
 
 
 def test_leadership_is_granted_renewed_and_ends_by_time():
-    """It ends two thirds of the session timeout after the last answered request was sent."""
+    """Leadership ends when two thirds of the session timeout have passed since the last successful request was sent."""
     election = Election()
     assert election.handle(Acquired(1, requested_at=10.0, timeout=TIMEOUT), 10.5) == Granted(1)
     assert (election.term, election.deadline) == (1, 12.0)
@@ -65,7 +65,7 @@ def test_leadership_is_granted_renewed_and_ends_by_time():
 
 
 def test_without_a_timeout_leadership_does_not_end_by_time():
-    """The session ends only with its process."""
+    """Without a session timeout, leadership does not end by time, because the session ends only with its process."""
     election = Election()
     assert election.handle(Acquired(1, 0.0), 1e6) == Granted(1)
     assert election.handle(Renewed(1, 0.0), 1e9) is None
@@ -74,8 +74,11 @@ def test_without_a_timeout_leadership_does_not_end_by_time():
 
 
 @pytest.mark.parametrize("end", [Suspended(), Lost("gone"), Lost("gone", 3), Resigned()], ids=repr)
-def test_events_that_end_leadership_at_once(end):
-    """An acquisition that was requested before the end is not used. A later one is, except after resigning."""
+def test_events_that_end_leadership_immediately(end):
+    """These events end leadership immediately. An acquisition counts only if it was requested after such an event.
+
+    After resigning, no acquisition counts.
+    """
     election = Election()
     election.handle(Acquired(3, 0.0), 0.0)
     assert isinstance(election.handle(end, 1.0), Revoked)
@@ -88,7 +91,7 @@ def test_events_that_end_leadership_at_once(end):
 
 
 def test_events_of_another_term_change_nothing():
-    """The end of an old session does not end a new one."""
+    """Events of an earlier term neither end nor extend the current leadership."""
     election = Election()
     election.handle(Acquired(5, 0.0, TIMEOUT), 0.0)
     assert election.handle(Lost("late", 4), 1.0) is None
@@ -109,10 +112,11 @@ EVENTS = [
 
 
 def follow(election, now, depth, history):
-    """Tries every event, one second later, up to this depth. Returns the number of sequences.
+    """Tries every sequence of `depth` events, one second apart, and checks each step. Returns the number of sequences.
 
-    `history` describes the events so far: the granted terms, the current term, when its last answered request was sent,
-    whether it has resigned, whether its session has a timeout, and when it was last interrupted.
+    `history` describes the events so far: the granted terms, the current term (or None), the time at which its last
+    successful request was sent, whether the process has resigned, whether the session has a timeout, and the time of
+    the last event that ends leadership.
     """
     if depth == 0:
         return 1
@@ -144,7 +148,7 @@ def follow(election, now, depth, history):
             resigned = True
         assert branch.term == leads
         if not before and not isinstance(output, Granted):
-            assert not branch.is_valid(now), "only an acquisition may make it valid"
+            assert not branch.is_valid(now), "only an acquisition can make it valid"
         if leads is not None and timed:
             assert branch.is_valid(now) == (now < last_answer + 2.0)
             assert not branch.is_valid(last_answer + 2.0)
@@ -161,7 +165,7 @@ def test_all_sequences_of_four_events():
 
 @pytest.mark.long
 def test_all_sequences_of_five_events():
-    """The same, one event longer."""
+    """The rules that hold for all sequences of four events also hold for all sequences of five."""
     follow(Election(), 10.0, 5, ((), None, 0.0, False, False, float("-inf")))
 
 
@@ -169,7 +173,7 @@ def test_all_sequences_of_five_events():
 
 
 def acquire(server, session=None):
-    """The lease client of a new session, and the term it has acquired."""
+    """Acquires leadership with a session, by default a new one. Returns its lease client and the term."""
     client = LeaseClient(session or server.session(), lambda: 0.0)
     event = client.acquire_or_renew()
     assert isinstance(event, Acquired)
@@ -177,7 +181,10 @@ def acquire(server, session=None):
 
 
 def test_fenced_writes_are_refused_after_their_term():
-    """Nothing is written then. A conflict's index counts from the caller's own operations."""
+    """After another term has begun, fenced writes raise LeadershipLost and write nothing.
+
+    The index of a conflict counts only the caller's own operations.
+    """
     server = ModelServer()
     client, term = acquire(server)
     store = FencedStore(client.store, fence(term))
@@ -212,13 +219,13 @@ def test_fenced_writes_are_refused_after_their_term():
     assert server.entries is before
     job.ensure("jobs/a")  # it exists, so nothing is written
     job.close()
-    assert job.read("jobs/a").value == b"of the job", "only the owner of the session closes it"
+    assert job.read("jobs/a").value == b"of the job", "only the owner of a session closes it"
     with pytest.raises(ConfigurationError, match="0 is not a term"):
         fence(0)
 
 
 def test_a_fenced_write_can_have_an_unknown_outcome():
-    """The store's error is raised unchanged."""
+    """If the outcome of a fenced write is unknown, the store's error is raised unchanged."""
     server = ModelServer()
     client, term = acquire(server)
     store = FencedStore(client.store, fence(term))
@@ -233,8 +240,8 @@ def test_a_fenced_write_can_have_an_unknown_outcome():
     assert "a" in server.entries
 
 
-def test_everybody_can_read_who_leads():
-    """The record has the term, host, process and start. It is None without a leader. A foreign record is an error."""
+def test_any_process_can_read_who_leads():
+    """`leader_of` returns the leader's term, host, process and start, or None. A foreign record is an error."""
     server = ModelServer()
     observer = server.session()
     assert leader_of(observer) is None
@@ -262,7 +269,7 @@ def test_everybody_can_read_who_leads():
 
 
 def test_a_standby_writes_nothing():
-    """It only reads while another process leads."""
+    """While another process leads, a standby only reads."""
     server = ModelServer()
     acquire(server)
     standby = LeaseClient(server.session(), lambda: 0.0)
@@ -273,7 +280,7 @@ def test_a_standby_writes_nothing():
 
 
 def test_a_request_with_an_unknown_outcome_is_repeated():
-    """Whether or not it was done, one term is acquired once."""
+    """A request with an unknown outcome is repeated. Whether or not it was applied, one term is acquired once."""
     for moment in ("before", "after"):
         server = ModelServer()
         times = iter(range(10))
@@ -295,11 +302,11 @@ def test_a_request_with_an_unknown_outcome_is_repeated():
             events.append(client.acquire_or_renew())
         (acquired,) = [event for event in events if isinstance(event, Acquired)]
         assert acquired.term == 1 == server.entries[TERM].version
-        assert acquired.requested_at == (3.0 if moment == "before" else 1.0), "the time of the answered request"
+        assert acquired.requested_at == (3.0 if moment == "before" else 1.0), "the time of the successful request"
 
 
-def test_a_late_acquisition_is_given_back():
-    """The session was refused before its first request arrived. It does not lead with the late acquisition."""
+def test_a_late_acquisition_is_not_used():
+    """A session whose delayed request acquires a term, after the store refused a later request, does not lead."""
     server = ModelServer()
     late = LeaseClient(server.session(), lambda: 0.0)
     in_flight = []
@@ -308,7 +315,7 @@ def test_a_late_acquisition_is_given_back():
         if moment == "before" and operations[0].key == HOLDER and session == late.store.session:
             in_flight.append((session, operations))
             server.fault = lambda *_: None
-            raise PossiblyInconsistentError("the request is under way")
+            raise PossiblyInconsistentError("the request is delayed")
 
     server.fault = delay
     assert isinstance(late.acquire_or_renew(), NoResponse)
@@ -322,7 +329,7 @@ def test_a_late_acquisition_is_given_back():
 
 @pytest.mark.parametrize("deleted", [HOLDER, TERM])
 def test_a_leader_whose_entry_is_deleted_loses_leadership(deleted):
-    """It notices with its next request."""
+    """A leader whose entry is deleted loses leadership with its next request."""
     server = ModelServer()
     client, _ = acquire(server)
     assert client.acquire_or_renew() == Renewed(1, 0.0)
@@ -331,7 +338,7 @@ def test_a_leader_whose_entry_is_deleted_loses_leadership(deleted):
 
 
 def test_a_standby_creates_deleted_entries_again():
-    """It acquires leadership with its next request."""
+    """A standby creates the deleted entries again with one request, and acquires leadership with the next."""
     server = ModelServer()
     client, _ = acquire(server)
     standby = LeaseClient(server.session(), lambda: 0.0)
@@ -346,14 +353,14 @@ def test_a_standby_creates_deleted_entries_again():
 
 
 class SlowSession(ModelStore):
-    """A session that notices its expiry only when it is notified or makes a request."""
+    """A session that has a timeout, and that does not notice by itself that it has expired."""
 
     timeout = TIMEOUT
     suspended = False
 
 
 class Process(Candidate):
-    """A candidate whose threads are replaced by calls of the test."""
+    """A candidate without threads. The test calls what its threads would do."""
 
     def __init__(self, world):
         self.world, self.client, self.notified, self.asking = world, None, None, False
@@ -364,9 +371,9 @@ class Process(Candidate):
         pass
 
     def turn(self):
-        """Makes one request. Closes the session as soon as the candidate may."""
+        """Makes one request. If the session is no longer usable, closes it as soon as no callback is running."""
         if self.asking:
-            return  # called during its own request
+            return  # a fault within this process's own request has called it
         self.asking = True
         try:
             self.request()
@@ -376,7 +383,7 @@ class Process(Candidate):
     def request(self):
         if self.client is None:
             if self._granted is not None:
-                return  # its callbacks run
+                return  # its callbacks are still running
             self.client = LeaseClient(self._open_store(), self._clock)
         if not self._send_request(self.client):
             self._handle(Lost("its session is no longer used"))
@@ -388,7 +395,7 @@ class Process(Candidate):
             self.leaderships.append(self._granted)
 
     def notify(self):
-        """Does the work of the other thread: calls on_grant, then on_revoke, each some time later."""
+        """Does one step of the callback thread: calls on_grant for a new leadership, or on_revoke after its end."""
         granted = self._granted
         if granted is None or granted not in self.leaderships:
             return
@@ -401,7 +408,7 @@ class Process(Candidate):
             self._granted = None
 
     def stop_waiting(self):
-        """Closes the session while callbacks still run, as after the `ending` timeout."""
+        """Closes the session while callbacks are still running, as after `callback_timeout`."""
         waits = self.client is not None and not self.asking
         if waits and self._granted is not None and self._granted.reason is not None:
             self.client.store.close()
@@ -409,7 +416,7 @@ class Process(Candidate):
 
 
 class World(RuleBasedStateMachine):
-    """Candidates on one store. Anything may happen before and after each transaction, and it may be delayed."""
+    """Candidates on one store. Faults happen before and after transactions, and transactions can be delayed."""
 
     timely = False
 
@@ -422,7 +429,7 @@ class World(RuleBasedStateMachine):
         self.processes = [Process(self) for _ in range(number)]
 
     def clock(self):
-        self.now += 1e-6  # no two moments are the same
+        self.now += 1e-6  # no two readings are the same
         return self.now
 
     def open(self):
@@ -507,7 +514,7 @@ class World(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 9), writer=st.sampled_from(["leader", "job", "unchecked"]), faults=fault_lists)
     def a_leadership_writes(self, index, writer, faults):
-        """Any leadership so far, through its leader, its job's process, or a process that checked it long ago."""
+        """A past or present leader writes: it, its job's process, or a writer that does not check leadership first."""
         leaderships = [leadership for process in self.processes for leadership in process.leaderships]
         if not leaderships:
             return
@@ -571,7 +578,7 @@ class World(RuleBasedStateMachine):
         for process in self.processes:
             if process.client is not None and process.client.store.session in self.server.live:
                 process.client.store.suspended = False
-        # Without faults, soon exactly one process leads.
+        # Without faults, exactly one process leads after a few turns.
         for _ in range(6):
             for process in self.processes:
                 process.turn()
@@ -582,7 +589,7 @@ class World(RuleBasedStateMachine):
         self.check_log()
 
     def check_log(self):
-        """In the store's own order of transactions, each write was done in its own term."""
+        """Asserts that, in the store's order of transactions, each write was applied in its own term."""
         term, works = 0, collections.Counter()
         for _session, operations in self.server.log:
             work = [create for create in operations if isinstance(create, Create) and create.key.startswith("work-")]
@@ -596,7 +603,7 @@ class World(RuleBasedStateMachine):
 
 
 class Timely(World):
-    """The store ends sessions only after their timeout, so no two processes lead even by their own clocks."""
+    """The store ends sessions only after their timeout, so even by their own clocks, no two processes lead."""
 
     timely = True
 
@@ -623,8 +630,10 @@ class TestTimelyLong(Timely.TestCase):
 
 @pytest.mark.parametrize("session", ["own session", "job's session"])
 def test_a_late_leader_cannot_remove_a_resubmitted_job(session):
-    """Leader 1 learns late that it has lost leadership and removes a finished job. Leader 2, which was granted before,
-    has submitted the job again, so the job stays."""
+    """A leader that has not yet noticed the loss of its leadership cannot remove a job that was submitted again since.
+
+    The leader of the next term has stored the new submission, so the old leader's write is refused.
+    """
     world = World()
     world.begin(2)
     first, second = world.processes
@@ -635,7 +644,7 @@ def test_a_late_leader_cannot_remove_a_resubmitted_job(session):
     job = leadership.store if "own" in session else FencedStore(world.open(), fence(leadership.term))
     finished = leadership.store.read("jobs/a")
 
-    world.server.expire(first.client.store.session)  # it is not notified
+    world.server.expire(first.client.store.session)  # the first process is not notified
     second.turn()
     (next_leadership,) = second.leaderships
     assert (leadership.term, next_leadership.term) == (1, 2)
@@ -648,7 +657,7 @@ def test_a_late_leader_cannot_remove_a_resubmitted_job(session):
     first.turn()
     assert not leadership.valid
     first.notify()
-    assert first.calls == []  # it ended before its callbacks were called
+    assert first.calls == []  # the leadership ended before its callbacks were called
     with pytest.raises(LeadershipLost, match="no longer leads in term 1: session-1 has expired"):
         leadership.check()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Enumerators of files: rows have the stated schema, and files are read from the file system that listed them."""
+"""Enumerators: rows have the stated schema, and files are read from the file system that listed them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def write_tables(folder: Path, *tables: dict[str, Any]) -> str:
 
 
 def read(enumerator: Any) -> list[pa.RecordBatch]:
-    """Reads all splits with a pickled copy, as tasks do."""
+    """Reads all splits with a pickled copy of the enumerator, as tasks do."""
     copy = pickle.loads(pickle.dumps(enumerator))
     return [batch for split in enumerator.splits() for batch in copy.read(split)]
 
 
 @pytest.fixture(params=[ParquetRowGroups, lambda *args, **more: Files(args[0], "parquet", *args[1:], **more)])
 def reader(request):
-    """Both file enumerators, with Parquet files."""
+    """Each of the two file enumerators, for Parquet files."""
     return request.param
 
 
 def test_rows_have_the_columns_of_the_schema(reader, tmp_path):
-    """Columns are matched by name. They may be in another order, of a narrower type, or missing in a file."""
+    """Columns are matched by name. In a file, they can have another order or a narrower type, or be missing."""
     folder = write_tables(
         tmp_path, {"a": [1], "b": [2]}, {"b": [20], "a": pa.array([10], pa.int32()), "c": ["more"]}, {"b": [200]}
     )
@@ -56,7 +56,7 @@ def test_rows_have_the_columns_of_the_schema(reader, tmp_path):
 
 
 def test_a_type_that_does_not_fit_names_file_and_column(reader, tmp_path):
-    """A stated schema whose types hold all values reads all files."""
+    """The error about a type that does not fit names the file and the column. A wider stated schema reads all files."""
     folder = write_tables(tmp_path, {"a": [1], "b": [2]}, {"b": [0.5], "a": [10]})
     with pytest.raises(
         OperatorFailed, match=r"1\.parquet cannot be read .*column 'b' is double in the file, and int64"
@@ -69,7 +69,7 @@ def test_a_type_that_does_not_fit_names_file_and_column(reader, tmp_path):
 
 
 def test_the_schema_is_given_in_sparks_types(reader, tmp_path):
-    """Arrow types without an equivalent in Spark are converted as the stated schema says."""
+    """Arrow types without an equivalent in Spark are converted to the Spark types of the enumerator's schema."""
     folder = write_tables(
         tmp_path, {"at": pa.array([10**9], pa.timestamp("ns")), "text": pa.array(["x"]).dictionary_encode()}
     )
@@ -79,8 +79,10 @@ def test_the_schema_is_given_in_sparks_types(reader, tmp_path):
 
 
 def test_csv_files_with_different_types_need_a_schema(tmp_path):
-    """Integers in one file and fractions in another are an error that names the file. A schema that holds both types
-    reads them."""
+    """If a column has integers in one CSV file and fractions in another, the error names the file.
+
+    A stated schema with a type for both reads all files.
+    """
     (tmp_path / "0.csv").write_text("a,b\n1,2\n")
     (tmp_path / "1.csv").write_text("b,a\n0.5,10\n")
     with pytest.raises(OperatorFailed, match=r"1\.csv cannot be read .*column 'b' is double in the file"):
@@ -90,7 +92,7 @@ def test_csv_files_with_different_types_need_a_schema(tmp_path):
 
 
 def test_a_broken_file_is_named_in_the_error(tmp_path):
-    """It has the name of a Parquet file but is none."""
+    """The error about a file that is not a Parquet file, despite its name, contains the file's name."""
     write_tables(tmp_path, {"a": [1]})
     (tmp_path / "1.parquet").write_bytes(b"not parquet")
     with pytest.raises(OperatorFailed, match=r"1\.parquet cannot be read"):
@@ -99,7 +101,7 @@ def test_a_broken_file_is_named_in_the_error(tmp_path):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_uri_is_read_from_the_file_system_of_its_listing(reader, tmp_path, several):
-    """This holds in tasks too, for one URI and for a list. All URIs must be on one file system."""
+    """Tasks read a URI, or a list of URIs, from the file system that listed it. A list must be on one file system."""
     write_tables(tmp_path, {"a": [1], "b": [2]})
     uri = (tmp_path / "0.parquet").as_uri()
     assert [batch.to_pylist() for batch in read(reader([uri] if several else uri))] == [[{"a": 1, "b": 2}]]
@@ -108,7 +110,7 @@ def test_a_uri_is_read_from_the_file_system_of_its_listing(reader, tmp_path, sev
 
 
 def test_a_relative_path_is_resolved_by_the_driver(reader, tmp_path, monkeypatch):
-    """A task with another working directory reads the same file."""
+    """A task with a different working directory reads the file that the driver's relative path refers to."""
     write_tables(tmp_path, {"a": [1], "b": [2]})
     monkeypatch.chdir(tmp_path)
     enumerator = reader("0.parquet")
@@ -119,7 +121,7 @@ def test_a_relative_path_is_resolved_by_the_driver(reader, tmp_path, monkeypatch
 
 
 def test_times_with_a_zone_keep_their_instant(reader, tmp_path):
-    """This also holds inside nested types."""
+    """Times with a time zone keep their instant, even inside nested types."""
     at = dt.datetime(2024, 1, 1, 10, tzinfo=dt.UTC)
     zoned = pa.timestamp("us", tz="Europe/Berlin")
     folder = write_tables(
@@ -133,15 +135,14 @@ def test_times_with_a_zone_keep_their_instant(reader, tmp_path):
 
 
 def test_csv_times_are_parsed_by_arrow(tmp_path):
-    """A time with a zone becomes an instant."""
+    """A time with a zone in a CSV file becomes an instant."""
     (tmp_path / "a.csv").write_text("a\n2024-01-01 10:00:00Z\n")
     (batch,) = read(Files(str(tmp_path), "csv"))
     assert batch.to_pylist() == [{"a": dt.datetime(2024, 1, 1, 10, tzinfo=dt.UTC)}]
 
 
 def test_all_columns_are_nullable(reader, tmp_path):
-    """A file may lack a column that another requires. So everything is nullable at any depth, and Spark checks for
-    nulls."""
+    """All columns are nullable at any depth, because a file can lack a column that is required in another file."""
     pq.write_table(
         pa.table(
             {"a": [1], "b": [{"c": [2]}]},
@@ -161,7 +162,10 @@ def test_all_columns_are_nullable(reader, tmp_path):
 
 
 def test_a_file_without_any_column_of_the_others_is_an_error(tmp_path):
-    """A CSV file without a header is an example. A file without rows is accepted."""
+    """A file that has none of the columns of the others, such as a CSV file without a header, is an error.
+
+    An empty file is accepted.
+    """
     (tmp_path / "a.csv").write_text("x,y\n1,2\n")
     (tmp_path / "b.csv").write_text("")
     enumerator = Files(str(tmp_path), "csv")
@@ -172,14 +176,14 @@ def test_a_file_without_any_column_of_the_others_is_an_error(tmp_path):
 
 
 def test_paths_can_be_given_in_several_forms(reader, tmp_path):
-    """A pathlib path, a list of them, and URIs as Hadoop writes them."""
+    """Paths can be given as a pathlib path, as a list of these, or as URIs in Hadoop's form."""
     folder = write_tables(tmp_path, {"a": [1]})
     for source in (tmp_path, [tmp_path / "0.parquet"], f"file:{folder}", f"file://{folder}"):
         assert [batch.to_pylist() for batch in read(reader(source))] == [[{"a": 1}]]
 
 
 def test_rows_of_a_data_source_have_its_schema():
-    """Its reader may yield rows and batches in any order. Instants keep their value in any time zone."""
+    """A data source's reader can yield tuples, rows and batches in any order. Instants do not depend on time zones."""
     at = dt.datetime(2024, 1, 1, 10, tzinfo=dt.UTC)
     schema = StructType().add("a", IntegerType()).add("t", TimestampType()).add("n", ArrayType(StringType()))
 

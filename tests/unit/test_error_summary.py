@@ -1,4 +1,4 @@
-"""The summary line of an error says what happened. It is found in any text that Python prints for an error."""
+"""The summary line of an error, which says what happened, is found in any text that Python prints for an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from stagecrew.observability.error_summary import error_line, shorten_error
 from stagecrew.observability.event_log import _counts
 
-#: Texts of CPython 3.11 and 3.13, with their summary lines. The shim's own tests read them too.
+#: Error texts from CPython 3.11 and 3.13 with their summary lines. The shim's own tests read this file too.
 FILE = Path(__file__).parents[1] / "error-lines.json"
 
 
@@ -31,14 +31,14 @@ def fails(message="no"):
 
 
 def deep(n):
-    """Fails many frames deep."""
+    """Fails `n` frames deep."""
     if n == 0:
         fails()
     deep(n - 1)
 
 
 def many():
-    """Fails with a group of more errors than are kept."""
+    """Fails with a group of 15 errors, which is longer than the kept text."""
     errors = []
     for _ in range(15):
         try:
@@ -98,12 +98,12 @@ def because():
 
 
 def remote():
-    """Fails with another traceback as its message, like PySpark's exceptions."""
+    """Fails with an error whose message is another traceback, as in PySpark's exceptions."""
     raise RuntimeError(f"\n  An exception was thrown from the worker.\n{text_of(handling)}")
 
 
 def yaml():
-    """Fails with a message that ends like a frame."""
+    """Fails with a message that ends like a line of a traceback."""
     raise ValueError('cannot parse\n  File "config.yml", line 3')
 
 
@@ -128,7 +128,7 @@ REAL = [
 
 @pytest.mark.parametrize(("call", "line"), REAL)
 def test_the_summary_of_an_exception(call, line):
-    """Text may follow it, it may have any cause, and the beginning of the text may be missing."""
+    """The summary is found whatever the cause, even if text follows it or the beginning of the text is missing."""
     text = text_of(call)
     assert error_line(text) == line
     last = text.rindex('  File "') if call not in (group, because, remote, yaml) else 0
@@ -137,7 +137,10 @@ def test_the_summary_of_an_exception(call, line):
 
 
 def test_without_a_traceback_the_summary_is_the_first_line():
-    """As for errors of coordinators, of a JVM, or of processes. The summary of an empty text is empty."""
+    """Without a traceback, as in errors of the JVM or about processes, the summary is the first line that is not blank.
+
+    The summary of an empty text is empty.
+    """
     assert error_line("\n  \n  ValueError: no\nmore\n") == "ValueError: no"
     assert (
         error_line("open ignored its timeout; its process was killed")
@@ -148,7 +151,7 @@ def test_without_a_traceback_the_summary_is_the_first_line():
 
 
 def test_a_cut_text_keeps_its_summary():
-    """A cut text is at most as long as requested, and has the end and the same summary line."""
+    """A shortened text is at most as long as requested, and keeps the end and the summary line of the original."""
     for call, line in REAL:
         text = text_of(call)
         for length in range(200, len(text) + 10, 61):
@@ -166,14 +169,14 @@ def test_a_cut_text_keeps_its_summary():
 
 
 def test_a_message_of_many_frames_is_parsed_in_time():
-    """However much of it looks like a traceback without an end."""
+    """A message with 100,000 lines that look like a traceback is parsed within seconds."""
     began = time.monotonic()
     error_line('  File "x", line 3\n' * 100_000)
     assert time.monotonic() - began < 10
 
 
 def test_the_command_prints_the_summary_of_a_listeners_error():
-    """In each scope of the listener."""
+    """`stagecrew report` prints the summary line of a listener's last error, for each scope."""
     numbers = dict.fromkeys(("opens", "closes", "failures", "lost", "openMicros", "closeMicros"), 0)
     for scope in ("worker", "executor", "jvm"):
         assert _counts({"scope": scope, "lastError": text_of(noted), **numbers})[-1] == "ValueError: no"
@@ -181,5 +184,5 @@ def test_the_command_prints_the_summary_of_a_listeners_error():
 
 @pytest.mark.parametrize("one", json.loads(FILE.read_text()), ids=lambda one: one["name"])
 def test_the_shim_finds_the_same_summaries(one):
-    """The tab shows the same line as the command and the log."""
+    """Python finds the summary lines that the shim's tests require too, so the UI tab shows the same lines."""
     assert error_line(one["text"]) == one["line"]

@@ -1,4 +1,4 @@
-"""The docstring of `stagecrew.errors` draws the tree of errors. The drawing matches the classes."""
+"""Errors are public, documented and picklable, and match the tree that the docstring of `stagecrew.errors` draws."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def drawn_tree() -> dict[str, str | None]:
 
 
 def test_the_drawing_matches_the_classes():
-    """Every class is drawn below its first base, and the drawing has no other names."""
+    """In the drawing, every class is below its first base class, and there are no other names."""
     classes = {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
     actual = {name: value.__bases__[0].__name__ for name, value in classes.items()}
     roots = {"StagecrewError": "Exception", "TaskKilled": "BaseException"}
@@ -34,13 +34,13 @@ def test_the_drawing_matches_the_classes():
 
 
 def test_all_errors_are_public_and_sorted():
-    """`__all__` lists every drawn name."""
+    """`__all__` is sorted and lists exactly the drawn names."""
     assert errors.__all__ == sorted(drawn_tree())
 
 
 @pytest.mark.parametrize("name", errors.__all__)
 def test_each_error_is_documented_and_can_be_pickled(name):
-    """It keeps its message and is a `StagecrewError`, except `TaskKilled`."""
+    """Each error has a docstring and keeps its message when pickled. All except TaskKilled are a StagecrewError."""
     kind = getattr(errors, name)
     assert kind.__doc__.strip()
     error = kind("what happened")
@@ -53,5 +53,5 @@ def test_each_error_is_documented_and_can_be_pickled(name):
 
 
 def test_a_hook_timeout_is_a_timeout_error():
-    """`except TimeoutError` catches it."""
+    """`except TimeoutError` catches a HookTimeout."""
     assert issubclass(errors.HookTimeout, TimeoutError)

@@ -15,7 +15,7 @@ PACKAGE = str(Path(stagecrew.__file__).parents[1])
 
 
 def run_python(code: str, *path: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a new interpreter with this package on its path. Warnings are errors."""
+    """Runs code in a new interpreter that can import this package. Warnings are errors."""
     environment = {"PYTHONPATH": ":".join([*path, PACKAGE]), "PATH": "/usr/bin:/bin"}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -28,7 +28,7 @@ def run_python(code: str, *path: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_is_sorted_and_importable():
-    """Each public name exists once, and `dir` shows the same names."""
+    """`__all__` is sorted, contains each name once, and all names exist. `dir` shows the same names."""
     assert stagecrew.__all__ == sorted(set(stagecrew.__all__))
     for name in stagecrew.__all__:
         assert getattr(stagecrew, name) is not None
@@ -36,7 +36,7 @@ def test_all_is_sorted_and_importable():
 
 
 def test_every_name_that_can_be_imported_is_in_all():
-    """No other name without an underscore is public, except the package's modules."""
+    """Every name without a leading underscore that can be imported, except modules, is in `__all__`."""
     result = run_python(
         "import json, types, stagecrew\n"
         "for name in stagecrew.__all__: getattr(stagecrew, name)\n"
@@ -49,7 +49,7 @@ def test_every_name_that_can_be_imported_is_in_all():
     assert set(json.loads(result.stdout)) - allowed == set(stagecrew.__all__) - {"__version__"}
 
 
-#: The names of the root: those that most users type. At most 45.
+#: The public names of the root package. These are the names that most users type, at most 45.
 ROOT_NAMES = """
     Checkpoint Coordinator CoordinatorContext Crew Evaluation Gateway LatencySummary Lifetime Listener ListenerContext
     ListenerReport LoggingContext Operator OperatorReport PartitionReport Release Resource Scope StagecrewError
@@ -59,7 +59,7 @@ ROOT_NAMES = """
 
 
 def test_the_root_has_the_names_that_most_users_type():
-    """A new public name belongs to the module of its concept, unless most users type it."""
+    """The root has exactly these names. A new public name belongs to a submodule, unless most users type it."""
     assert stagecrew.__all__ == ROOT_NAMES.split()
     assert len(stagecrew.__all__) <= 45
 
@@ -77,7 +77,7 @@ def test_public_modules_are_attributes_of_the_root():
 
 
 def test_every_error_is_in_the_module_of_errors():
-    """All of them are in `__all__`, are in the tree that the module's docstring draws, and have one root."""
+    """All errors are in `errors.__all__` and in the tree in its docstring, and all but TaskKilled have one base."""
     from stagecrew import errors
 
     classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
@@ -90,19 +90,19 @@ def test_every_error_is_in_the_module_of_errors():
     ]
     assert sorted(drawn) == sorted(classes)
     assert all(issubclass(getattr(errors, name), stagecrew.StagecrewError) for name in classes - {"TaskKilled"}), (
-        "one `except` catches them all"
+        "one `except` must catch all of them"
     )
 
 
 def test_public_names_are_documented():
-    """Each has its own docstring."""
+    """Every public name has a docstring."""
     for name in stagecrew.__all__:
         if name != "__version__":
             assert (getattr(stagecrew, name).__doc__ or "").strip(), name
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    """The messages are those of any module."""
+    """For an unknown name, `stagecrew` raises the same errors as any module."""
     with pytest.raises(AttributeError, match="module 'stagecrew' has no attribute 'nonsense'"):
         stagecrew.nonsense  # noqa: B018
     with pytest.raises(ImportError, match="nonsense"):
@@ -110,7 +110,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_importing_stagecrew_is_light():
-    """It loads neither PySpark, pandas nor PyArrow, starts no thread, sets no signal handler and prints nothing."""
+    """Importing stagecrew loads no large package, starts no thread, sets no signal handler and prints nothing."""
     result = run_python(
         "import json, signal, sys, threading\n"
         "signals = [signal.getsignal(n) for n in signal.valid_signals()]\n"
@@ -127,7 +127,7 @@ def test_importing_stagecrew_is_light():
 
 
 def test_importing_the_daemon_is_light():
-    """It loads only what PySpark's own daemon loads, and starts no thread before it forks."""
+    """Importing the daemon loads only the packages that PySpark's daemon loads, and stagecrew. It starts no thread."""
     result = run_python(
         "import json, sys, threading\n"
         "import pyspark.daemon\n"
@@ -142,7 +142,7 @@ def test_importing_the_daemon_is_light():
 
 @pytest.mark.parametrize("name", ["configure", "Crew", "TopologyReport"])
 def test_without_pyspark_the_error_says_what_to_install(name, tmp_path):
-    """Only names that need PySpark raise. The other names work."""
+    """Without PySpark, only names that need it raise an error, which says what to install."""
     (tmp_path / "pyspark").mkdir()
     (tmp_path / "pyspark" / "__init__.py").write_text(
         "raise ModuleNotFoundError('No module named pyspark', name='pyspark')"
@@ -157,5 +157,5 @@ def test_without_pyspark_the_error_says_what_to_install(name, tmp_path):
 
 
 def test_the_jar_has_the_version_of_the_package():
-    """The version is part of the jar's file name."""
+    """The name of the jar contains the version of the package."""
     assert f"-{stagecrew.__version__}.jar" in stagecrew.jar_path()

@@ -1,4 +1,4 @@
-"""Fingerprints of functions are equal for equal code and values, in any process."""
+"""Fingerprints of functions: equal for equal code and values in any process, and different otherwise."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def digest(function: Any) -> str:
 
 
 def test_different_functions_have_different_fingerprints():
-    """They differ in code, constants, defaults, closures, globals or state."""
+    """Functions that differ in code, constants, defaults, closures, globals or state have different fingerprints."""
     digests = [digest(maker()) for maker in MAKERS]
     for number, value in enumerate(digests):
         assert value not in digests[:number], f"maker {number} equals maker {digests.index(value)}"
@@ -165,7 +165,7 @@ def test_different_functions_have_different_fingerprints():
 
 @pytest.mark.parametrize("number", range(len(MAKERS)))
 def test_equal_functions_have_equal_fingerprints(number):
-    """This holds if the function is created twice, and after pickling."""
+    """A function that is created twice, or unpickled twice, has the same fingerprint."""
     maker = MAKERS[number]
     assert digest(maker()) == digest(maker())
     pickled = cloudpickle.dumps(maker())
@@ -174,7 +174,7 @@ def test_equal_functions_have_equal_fingerprints(number):
 
 
 def test_fingerprints_are_equal_in_other_processes():
-    """They depend neither on hash seeds, the order of sets, nor ids of objects."""
+    """Fingerprints do not depend on hash seeds, the order of sets or the ids of objects."""
     code = "import test_fingerprints as t; print([t.digest(maker()) for maker in t.MAKERS])"
     folder = str(Path(__file__).parent)
     outputs = [
@@ -193,7 +193,7 @@ def test_fingerprints_are_equal_in_other_processes():
 
 
 def test_a_function_that_cannot_be_inspected_uses_its_pickled_bytes():
-    """The second argument of `fingerprint` decides, so different functions are never equal by mistake."""
+    """For a function that cannot be inspected, the pickled bytes are used, so different functions never seem equal."""
 
     class NotPicklable:
         def __reduce_ex__(self, protocol: Any) -> Any:
@@ -207,8 +207,8 @@ def test_a_function_that_cannot_be_inspected_uses_its_pickled_bytes():
     assert fingerprint(in_closure(deep), b"1") == fingerprint(function, b"1")
 
 
-def test_the_place_of_a_function_does_not_matter():
-    """The same code on two lines is one function."""
+def test_the_line_number_of_a_function_does_not_matter():
+    """Functions with the same code on different lines have the same fingerprint."""
     one = lambda a, b: a + b  # noqa: E731
     other = lambda a, b: a + b  # noqa: E731
     assert digest(one) == digest(other)

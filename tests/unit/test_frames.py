@@ -1,4 +1,4 @@
-"""The wire format: frames survive encoding and decoding, and other bytes are refused."""
+"""The wire format: frames survive encoding and decoding, and all other bytes are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT = 1 << 20
 
 
 def fields_of(kind):
-    """A strategy for the fields of a frame of this kind."""
+    """Returns a strategy for the fields of a frame of this kind."""
     return st.fixed_dictionaries({name: VALUES[type_] for name, type_ in KINDS[kind][1]})
 
 
@@ -48,7 +48,7 @@ def test_the_table_of_kinds_is_consistent():
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @given(data=st.data())
 def test_every_kind_survives_encoding_and_decoding(kind, data):
-    """Kind and fields are equal, and `length` counts all bytes after it."""
+    """A decoded frame has the kind and fields that were encoded. The length prefix counts all bytes after itself."""
     fields = data.draw(fields_of(kind))
     encoded = encode(kind, **fields)
     assert struct.unpack(">I", encoded[:4])[0] == len(encoded) - 4
@@ -70,7 +70,7 @@ def test_every_prefix_is_refused(frame):
 
 @given(frame=frames, rest=st.binary(min_size=1, max_size=9))
 def test_bytes_after_the_last_field_are_refused(frame, rest):
-    """The `ChannelError` says how many bytes they are."""
+    """A frame with bytes after its last field raises a ChannelError that says how many bytes these are."""
     with pytest.raises(ChannelError, match=f"^{len(rest)} bytes are left over after a {frame[0]} frame"):
         decode(encode(frame[0], **frame[1])[4:] + rest)
 
@@ -91,7 +91,7 @@ def test_garbage_is_a_frame_or_a_frame_error(garbage):
 
 @pytest.mark.parametrize("text", [b"\xff", b"\xed\xa0\x80", b"\xc0\x80", b"\xe2\x82"])
 def test_text_that_is_not_utf8_is_refused(text):
-    """This includes lone surrogates and overlong forms, which some encoders produce."""
+    """Text that is not UTF-8 is refused, even lone surrogates and overlong forms, which some encoders produce."""
     with pytest.raises(ChannelError, match="field topology of a CLOSE frame is not UTF-8"):
         decode(b"\x09" + struct.pack(">I", len(text)) + text)
 
@@ -105,7 +105,7 @@ def test_a_large_count_allocates_no_memory():
 
 @given(sent=st.lists(frames, max_size=6), data=st.data())
 def test_a_stream_can_be_cut_anywhere(sent, data):
-    """All frames are decoded in order, and no bytes remain."""
+    """Wherever a stream is cut into pieces, all frames are decoded in order, and no bytes remain."""
     stream = b"".join(encode(kind, **fields) for kind, fields in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
     decoder = Decoder(LIMIT)
@@ -140,7 +140,7 @@ def test_large_frames_are_not_copied(sizes, pieces):
         memoryview if len(data) >= LARGE else bytes for data in sent
     ]
     assert decoder.pending == 0
-    assert len(decoder.room()) == LARGE  # memory of large frames is released
+    assert len(decoder.room()) == LARGE  # the memory of large frames has been released
 
 
 def test_a_large_length_allocates_no_memory():
@@ -151,7 +151,7 @@ def test_a_large_length_allocates_no_memory():
 
 
 def test_a_frame_can_arrive_byte_by_byte():
-    """It is decoded with its last byte. `pending` counts the bytes before that."""
+    """A frame that arrives byte by byte is decoded with its last byte. Until then, `pending` counts its bytes."""
     encoded = encode("BEGIN", attempt=-1)
     decoder = Decoder(LIMIT)
     for i, byte in enumerate(encoded[:-1]):
@@ -170,7 +170,7 @@ def test_the_limit_is_checked_before_the_bytes_arrive():
 
 
 def test_frames_before_garbage_are_decoded():
-    """The `ChannelError` is raised after them."""
+    """Frames before garbage are decoded, and the ChannelError is raised afterwards."""
     stream = Decoder(LIMIT).feed(encode("OK") + b"\x00\x00\x00\x00")
     assert next(stream) == Frame("OK", {})
     with pytest.raises(ChannelError, match="an empty frame"):
@@ -179,7 +179,7 @@ def test_frames_before_garbage_are_decoded():
 
 @pytest.mark.parametrize("kind", sorted(kind for kind in KINDS if KINDS[kind][1]))
 def test_wrong_fields_are_refused(kind):
-    """A missing, extra or misspelt field and a wrong value are a `ChannelError` that names the kind."""
+    """A missing, extra or misspelt field, or a wrong value, raises a ChannelError that names the kind."""
     good = {name: {"q": 1, "s": "", "b": b"", "l": []}[type_] for name, type_ in KINDS[kind][1]}
     first, *others = good
     encode(kind, **good)
@@ -194,14 +194,14 @@ def test_wrong_fields_are_refused(kind):
 
 
 def test_an_unknown_kind_is_refused():
-    """When encoding the error has its name, when decoding its number."""
+    """An unknown kind is refused. When encoding, the error contains its name; when decoding, its number."""
     with pytest.raises(ChannelError, match="unknown kind of frame 'NOPE'; the known kinds are HELLO"):
         encode("NOPE")
     with pytest.raises(ChannelError, match="unknown kind of frame 255"):
         decode(b"\xff")
 
 
-def test_text_may_contain_any_character():
-    """This includes characters outside the basic plane, and NUL."""
+def test_text_can_contain_any_character():
+    """Text can contain any character, including NUL and characters outside the Basic Multilingual Plane."""
     text = "a\0ü€\U0001f680"
     assert decode(encode("CLOSE", topology=text)[4:])["topology"] == text

@@ -1,4 +1,4 @@
-"""Byte vectors of the wire format. The shim's tests read the same file."""
+"""The committed byte vectors of the wire format, which the shim's tests read too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagecrew.wire.frames import KINDS, decode, encode
 
 FILE = Path(__file__).parents[1] / "frames-vectors.json"
 
-#: One value of each type for each vector: the smallest, an ordinary one, and the extremes.
+#: Values for each type of field: minimal, ordinary, and extreme.
 SAMPLES: list[dict[str, Any]] = [
     {"q": 0, "s": "", "b": b"", "l": []},
     {"q": 7, "s": "enrich-0123456789ab", "b": b"\x00\x01\xff", "l": [b"one", b"", b"\x80\x04."]},
@@ -22,14 +22,14 @@ SAMPLES: list[dict[str, Any]] = [
 
 
 def to_json(value: Any) -> Any:
-    """A field's value in JSON, with bytes as hexadecimal digits."""
+    """Returns a field's value for JSON, with bytes as hexadecimal digits."""
     if isinstance(value, list):
         return [item.hex() for item in value]
     return value.hex() if isinstance(value, bytes) else value
 
 
 def vectors() -> list[dict[str, Any]]:
-    """Each kind with each sample, with bytes as hexadecimal digits."""
+    """Returns the vectors: each kind with each sample, with bytes as hexadecimal digits."""
     result = []
     for kind, (_, fields) in KINDS.items():
         # The longest sample is used for one kind only, to keep the file small.
@@ -46,14 +46,14 @@ def text() -> str:
     return "[\n" + ",\n".join(json.dumps(vector) for vector in vectors()) + "\n]\n"
 
 
-def test_the_committed_vectors_are_what_encode_produces() -> None:
-    """The shim's tests read the committed file. A change of the format shows in its diff."""
+def test_the_committed_vectors_match_encode() -> None:
+    """`encode` produces the vectors in the committed file, so a change of the format is visible in its diff."""
     assert FILE.read_text() == text(), f"run `python {Path(__file__).name}` if you meant to change the format"
 
 
 @pytest.mark.parametrize("vector", vectors(), ids=lambda vector: vector["kind"])
 def test_each_vector_decodes_to_its_fields(vector: dict[str, Any]) -> None:
-    """Decoding the bytes gives the fields from which they were encoded."""
+    """Decoding a vector's bytes gives the fields from which they were encoded."""
     frame = decode(bytes.fromhex(vector["frame"])[4:])
     fields = {name: to_json(value) for name, value in frame.fields.items()}
     assert (frame.kind, fields) == (vector["kind"], vector["fields"])

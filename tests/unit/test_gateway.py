@@ -1,4 +1,4 @@
-"""The driver's gateway: `send`, and the futures of `send_acknowledged` and `close`."""
+"""The driver's gateway: `send`, and the futures that `send_acknowledged` and `close` return."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ EVALUATION = Evaluation(1, "o", 0, 1, 0, 0, 0, "1", 0, 1)
 
 @pytest.fixture
 def gateway():
-    """A gateway whose frames are taken at once, as if they were sent."""
+    """A gateway whose frames are taken immediately, as if they were sent."""
     return Gateway(EVALUATION, 1 << 20, lambda: 30.0, lambda dirty: dirty.take())
 
 
 @pytest.mark.parametrize("observed", ["before", "after"])
 @pytest.mark.parametrize("ends", [False, True])
 def test_send_acknowledged_returns_a_future(gateway, ends, observed):
-    """Its state, result, exception and callbacks, registered before or after the outcome is known."""
+    """`send_acknowledged` returns a future with the right state, outcome and callbacks, registered before or after."""
     future = gateway.send_acknowledged("x")
     called = []
     if observed == "before":
@@ -56,7 +56,7 @@ def test_send_acknowledged_returns_a_future(gateway, ends, observed):
 
 
 def test_send_returns_none_and_makes_no_future(gateway, monkeypatch):
-    """A future costs more than the rest of a send."""
+    """`send` returns None and creates no future, because a future would cost more than the rest of a send."""
 
     def fail():
         raise AssertionError("send made a future")
@@ -72,7 +72,7 @@ def test_send_returns_none_and_makes_no_future(gateway, monkeypatch):
 
 
 def test_a_future_cannot_be_cancelled(gateway):
-    """An event that was sent cannot be recalled; a later acknowledgement still completes the future."""
+    """The future of a sent event cannot be cancelled. A later acknowledgement still completes it."""
     for future in (gateway.send_acknowledged("x"), gateway.close()):
         assert not future.cancel()
         gateway.acknowledge(2)
@@ -80,7 +80,7 @@ def test_a_future_cannot_be_cancelled(gateway):
 
 
 def test_asyncio_can_wait_for_a_future(gateway):
-    """As for any other future."""
+    """`asyncio.wrap_future` can wait for a future that `send_acknowledged` has returned."""
 
     async def main():
         future = gateway.send_acknowledged("x")
@@ -93,7 +93,7 @@ def test_asyncio_can_wait_for_a_future(gateway):
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(), ValueError()])
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_callback_that_raises_is_logged(gateway, ends, error, caplog):
-    """The futures of the following events complete, too."""
+    """An exception in a callback of a future is logged, and the futures of later events still complete."""
 
     def fails(_):
         raise error
@@ -110,7 +110,7 @@ def test_a_callback_that_raises_is_logged(gateway, ends, error, caplog):
 
 
 def test_a_future_that_its_receiver_completed(gateway, caplog):
-    """Completing it is not the receiver's business, but the futures of other events are not harmed."""
+    """If a receiver completes a future itself, an error is logged, and the futures of other events still complete."""
     first, second = gateway.send_acknowledged("a"), gateway.send_acknowledged("b")
     first.set_result(None)
     gateway.acknowledge(2)
@@ -120,17 +120,17 @@ def test_a_future_that_its_receiver_completed(gateway, caplog):
 
 @pytest.mark.parametrize("is_done", [True, False])
 def test_a_future_cannot_be_pickled(gateway, is_done):
-    """A copy would never complete."""
+    """A future cannot be pickled, because the copy would never complete."""
     future = gateway.send_acknowledged("x")
     if is_done:
         gateway.acknowledge(1)
-    for travels in (pickle.dumps, cloudpickle.dumps):
+    for dumps in (pickle.dumps, cloudpickle.dumps):
         with pytest.raises(TypeError, match="cannot pickle"):
-            travels(future)
+            dumps(future)
 
 
 def test_a_hold_covers_events_of_send_and_of_send_acknowledged():
-    """Its future completes with the last event before it, after the future of that event."""
+    """The future of a hold completes when the last event before the hold is acknowledged, after this event's future."""
     outbox = Outbox()
     assert outbox.hold() is None, "nothing was sent"
     outbox.release(1.0)
@@ -152,7 +152,7 @@ def test_a_hold_covers_events_of_send_and_of_send_acknowledged():
 
 
 def test_the_end_of_an_evaluation_fails_every_future(gateway):
-    """Those of a hold, of events before it, and of events that it held back."""
+    """When an evaluation ends, the futures of a hold, of earlier events and of held-back events all fail."""
     before = gateway.send_acknowledged("before")
     gateway.send("no future")
     cut = gateway.hold()

@@ -1,4 +1,4 @@
-"""State handles at each of their steps: whatever fails or interferes, every reference has a complete state."""
+"""State handles at each of their steps: whatever fails or interferes, every reference points to a complete state."""
 
 from __future__ import annotations
 
@@ -53,48 +53,51 @@ def new_world(folder, number, make_world=model_world):
 CASES = {
     "add": (lambda handles, world: handles.add("a", b"new a", [Create("also")]), {"a": b"new a", "b": b"old b"}),
     "add locked": (lambda handles, world: handles.add("a", b"new a", lock=True), {"a": b"new a", "b": b"old b"}),
-    "add on marked": (
+    "add over half-removed": (
         lambda handles, world: handles.add("half", b"new"),
         {"half": b"new", "b": b"old b"},
     ),
     "replace": (lambda handles, world: handles.replace("b", 0, b"new b"), {"b": b"new b"}),
     "remove": (lambda handles, world: handles.remove("b"), {}),
     "remove locked": (lambda handles, world: (handles.lock("b"), handles.remove("b")), {}),
-    "remove marked": (lambda handles, world: handles.remove("half"), {"b": b"old b"}),
+    "remove half-removed": (lambda handles, world: handles.remove("half"), {"b": b"old b"}),
     "clear": (lambda handles, world: handles.clear(), {}),
     "sweep": (None, {"b": b"old b"}),
 }
 
 
-def perform(case, world, moment):
+def perform(case, world, on_step):
     action, _ = CASES[case]
     if action is None:
-        world.sweep(moment)
+        world.sweep(on_step)
     else:
-        action(world.handles(moment), world)
+        action(world.handles(on_step), world)
 
 
 def repeat(case, world):
-    """The first instance has ended, and another one repeats its action."""
+    """Ends the first instance's session, and repeats its action in another instance."""
     world.expire_others()
     with contextlib.suppress(HandleExists, HandleMissing, StoreConflict):
         perform(case, world, None)
 
 
 def each_step(folder, case, error, make_world=model_world):
-    """Yields a new world for each step of a case, in which the action dies or fails at that step."""
-    for at in range(1, 200):
-        world = new_world(folder, at, make_world)
+    """For each step of a case, lets the action die or fail there in a new world.
+
+    Yields the world, its data before the action, the fault, and the exception that the action raised.
+    """
+    for step_number in range(1, 200):
+        world = new_world(folder, step_number, make_world)
         before = world.readable_data()
-        step = FaultAtStep(at, error)
+        fault = FaultAtStep(step_number, error)
         raised = None
         try:
-            perform(case, world, step)
+            perform(case, world, fault)
         except (Killed, RecoveryError) as caught:
             raised = caught
-        yield world, before, step, raised
-        if step.count < at:
-            assert at > 4
+        yield world, before, fault, raised
+        if fault.count < step_number:
+            assert step_number > 4
             return
     raise AssertionError("the action does not end")
 
@@ -108,10 +111,12 @@ def make_world(request):
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_instance_can_die_at_each_step(folder, case, make_world):
-    """It dies before or after each call to the store or storage, or while it writes a state. Every reference has a
-    complete state at once, and another instance completes the action."""
+    """An instance dies before or after any call to the store or the storage, or while it writes a state.
+
+    Immediately afterwards, every reference points to a complete state, and another instance can complete the action.
+    """
     after = CASES[case][1]
-    for world, before, _step, _raised in each_step(folder, case, None, make_world):
+    for world, before, _fault, _raised in each_step(folder, case, None, make_world):
         assert world.readable_data() in (before, after)
         repeat(case, world)
         assert world.readable_data() == after
@@ -121,7 +126,7 @@ def test_an_instance_can_die_at_each_step(folder, case, make_world):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["definite", "unknown"])
 def test_each_step_can_fail(folder, case, kind):
-    """Each call raises, or its reply is lost. A write that was definitely not done leaves no state."""
+    """One call at a time fails, or its reply is lost. If the write certainly did not happen, no new state is left."""
 
     failed_method = []
 
@@ -134,7 +139,7 @@ def test_each_step_can_fail(folder, case, kind):
         return StoreUnavailable("unavailable") if when == "before" else None
 
     after = CASES[case][1]
-    for world, before, step, raised in each_step(folder, case, error):
+    for world, before, fault, raised in each_step(folder, case, error):
         assert world.readable_data() in (before, after)
         if (
             raised is not None
@@ -143,7 +148,7 @@ def test_each_step_can_fail(folder, case, kind):
         ):
             assert world.readable_data() == before
             assert len(world.files()) <= 3 or failed_method == ["write"]
-        if step.fired and raised is None:
+        if fault.fired and raised is None:
             assert world.readable_data() == after
         repeat(case, world)
         assert world.readable_data() == after
@@ -151,7 +156,7 @@ def test_each_step_can_fail(folder, case, kind):
 
 
 def check_error(actor):
-    """An actor may only fail with a RecoveryError."""
+    """Asserts that the actor has not failed, or has failed with a RecoveryError."""
     assert actor.error is None or isinstance(actor.error, RecoveryError), actor.error
 
 
@@ -166,7 +171,7 @@ RACES = {
     "get, remove": ("get b", "remove b"),
     "get, replace": ("get b", "replace b"),
     "add, add": ("add a", "add a"),
-    "remove marked, add": ("remove half", "add half"),
+    "remove half-removed, add": ("remove half", "add half"),
     "lock, remove": ("lock b", "remove b"),
 }
 ACTIONS = {
@@ -183,7 +188,10 @@ ACTIONS = {
 
 
 def race(folder, names, repeats=False):
-    """Returns a function that makes the worlds of a race. Warmed-up instances take only the steps of the race."""
+    """Returns a function that makes the worlds of a race.
+
+    The instances are warmed up first, so that their one-time setup adds no steps to the race.
+    """
     numbers = iter(range(1_000_000))
 
     def make(schedule):
@@ -192,15 +200,18 @@ def race(folder, names, repeats=False):
         world.actors = []
         for name in names:
             if name == "sweep":
-                world.actors.append(schedule.start(lambda moment: world.sweep(moment)))
+                world.actors.append(schedule.start(world.sweep))
                 continue
-            hook = []
-            handles = world.handles(lambda *at, hook=hook: hook[0](*at) if hook else None, repeats=repeats)
+            step_listener = []
+            handles = world.handles(
+                lambda *step, step_listener=step_listener: step_listener[0](*step) if step_listener else None,
+                repeats=repeats,
+            )
             handles.add("warm", b"")
             handles.remove("warm")
 
-            def run(moment, hook=hook, handles=handles, name=name):
-                hook.append(moment)
+            def run(on_step, step_listener=step_listener, handles=handles, name=name):
+                step_listener.append(on_step)
                 return ACTIONS[name](world, handles)
 
             world.actors.append(schedule.start(run))
@@ -209,15 +220,17 @@ def race(folder, names, repeats=False):
     return make
 
 
-#: At most this number of switches between the two actors. Trying all orders would take millions of runs.
+#: The maximum numbers of switches between the two actors. Trying all orders would take millions of runs.
 SWITCHES = [2, pytest.param(4, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("switches", SWITCHES)
 @pytest.mark.parametrize("names", RACES.values(), ids=RACES)
 def test_each_schedule_of_two_actors(folder, names, switches):
-    """In each order of their steps every reference has a complete state at every moment. Their results are true, and no
-    state is left at the end."""
+    """In every order of two actors' steps, every reference points to a complete state at all times.
+
+    Each actor's result matches what happened, and no orphaned state is left.
+    """
 
     def check(world, schedule, ended):
         held = world.readable_data()
@@ -257,7 +270,10 @@ def test_each_schedule_of_two_actors(folder, names, switches):
 @pytest.mark.parametrize("switches", SWITCHES)
 @pytest.mark.parametrize("names", [("add a", "sweep"), ("remove b", "add b"), ("replace b", "remove b")], ids=", ".join)
 def test_each_schedule_when_the_store_repeats_requests(folder, names, switches):
-    """Each reply is lost, so the store repeats its request. A write that was done and undone is not done twice."""
+    """Every reply is lost, so the store's client sends each request again.
+
+    A write that was applied, and then undone by another instance, is not applied again.
+    """
 
     def check(world, schedule, ended):
         held = world.readable_data()
@@ -274,21 +290,24 @@ def test_each_schedule_when_the_store_repeats_requests(folder, names, switches):
 
 
 def test_an_add_repeated_after_its_removal_does_not_restore_the_handle(folder):
-    """The add was done, and another instance removed the handle before the store repeated the request."""
+    """If another instance removes a handle before the store's client repeats its add, the handle stays removed."""
     world = model_world(folder)
     removed = []
 
-    def moment(method, when, arguments=()):
+    def on_step(method, when, arguments=()):
         if (method, when) == ("transact", "lost") and world.handles().exists("a") and not removed:
             removed.append(world.handles().remove("a"))
 
-    world.handles(moment, repeats=True).add("a", b"1")
+    world.handles(on_step, repeats=True).add("a", b"1")
     assert removed == [True]
     assert world.assert_clean() == {}
 
 
-class Machine(RuleBasedStateMachine):
-    """Two instances and a sweeper. They take single steps in any order, with faults, deaths and late transactions."""
+class HandleMachine(RuleBasedStateMachine):
+    """Two processes and a sweeper take single steps in any order, with faults, deaths and late transactions.
+
+    `instances` contains each process's current handles, with a one-element list for its `on_step`.
+    """
 
     def __init__(self):
         super().__init__()
@@ -304,11 +323,11 @@ class Machine(RuleBasedStateMachine):
         self.instances["one"][0].add("a", b"0")
 
     def start_instance(self, process):
-        hook = [None]
-        handles = self.world.handles(lambda *at: hook[0](*at) if hook[0] else None)
-        handles.add(process, b"warm")  # warms up: only the steps under test follow
+        step_listener = [None]
+        handles = self.world.handles(lambda *step: step_listener[0](*step) if step_listener[0] else None)
+        handles.add(process, b"warm")  # warm up, so that one-time setup is not among the steps under test
         handles.remove(process)
-        self.instances[process] = (handles, hook)
+        self.instances[process] = (handles, step_listener)
 
     def idle(self, process):
         return process not in self.actors or self.actors[process].ended
@@ -316,14 +335,14 @@ class Machine(RuleBasedStateMachine):
     def start(self, process, action):
         if not self.idle(process):
             return
-        handles, hook = self.instances[process]
+        handles, step_listener = self.instances[process]
 
-        def run(moment):
-            hook[0] = moment
+        def run(on_step):
+            step_listener[0] = on_step
             try:
                 return action(handles)
             finally:
-                hook[0] = None
+                step_listener[0] = None
 
         self.actors[process] = self.schedule.start(run)
 
@@ -337,8 +356,8 @@ class Machine(RuleBasedStateMachine):
             [
                 "add",
                 "add",
-                "add until known",
-                "add until known",
+                "add until outcome known",
+                "add until outcome known",
                 "replace",
                 "replace",
                 "remove",
@@ -348,15 +367,17 @@ class Machine(RuleBasedStateMachine):
                 "release",
             ]
         ),
-        flag=st.booleans(),
+        lock=st.booleans(),
+        stale=st.booleans(),
     )
-    def begin(self, process, name, action, flag):
+    def begin(self, process, name, action, lock, stale):
+        """Starts an action in a process. `lock` locks the handle; `stale` makes `replace` use an old version."""
         self.number += 1
         data = b"%d" % self.number
         entry = self.world.observer.read(f"{ROOT}/{name}")
-        version = max(0, entry.version - flag) if entry else 0
+        version = max(0, entry.version - stale) if entry else 0
 
-        def add_until_known(handles):
+        def add_until_outcome_known(handles):
             state = handles.prepare(data)
             for _ in range(3):
                 with contextlib.suppress(PossiblyInconsistentError):
@@ -364,11 +385,11 @@ class Machine(RuleBasedStateMachine):
             return None
 
         actions = {
-            "add": lambda handles: handles.add(name, data, lock=flag),
-            "add until known": add_until_known,
+            "add": lambda handles: handles.add(name, data, lock=lock),
+            "add until outcome known": add_until_outcome_known,
             "replace": lambda handles: handles.replace(name, version, data),
             "remove": lambda handles: handles.remove(name),
-            "get": lambda handles: handles.get(name, lock=flag),
+            "get": lambda handles: handles.get(name, lock=lock),
             "clear": lambda handles: handles.clear(),
             "release": lambda handles: handles.release_all(),
         }
@@ -377,7 +398,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def sweep(self):
         if self.idle("sweeper"):
-            self.actors["sweeper"] = self.schedule.start(lambda moment: self.world.sweep(moment))
+            self.actors["sweeper"] = self.schedule.start(self.world.sweep)
 
     @rule(process=st.sampled_from(["one", "two", "sweeper"]), steps=st.sampled_from([8, 4, 2, 1, 100]))
     def step(self, process, steps):
@@ -392,7 +413,7 @@ class Machine(RuleBasedStateMachine):
         fails_in=st.sampled_from(MUTATING_METHODS),
     )
     def fail(self, process, kind, fails_in):
-        """The next call of this method fails, or its reply is lost."""
+        """The process's next call to the method `fails_in` fails, or its reply is lost."""
         actor = self.actors.get(process)
         while not self.idle(process) and actor.at[0] != fails_in:
             self.late_transaction_arrives(process)
@@ -415,21 +436,24 @@ class Machine(RuleBasedStateMachine):
 
     @rule(process=PROCESS)
     def late_transaction_arrives(self, process):
-        """A transaction with an unknown outcome arrives if its session lives, before the session's next transaction."""
+        """A transaction with an unknown outcome reaches the store late, but before the session's next transaction.
+
+        It has an effect only if the session is still alive.
+        """
         session, operations = self.late.pop(process, (None, ()))
         if session in self.world.server.live:
             with contextlib.suppress(StoreConflict):
                 self.world.server.apply(session, operations)
 
-    @rule(process=PROCESS, at_once=st.booleans())
-    def die(self, process, at_once):
-        """A process dies and another one replaces it. The session ends at once or later."""
+    @rule(process=PROCESS, session_ends=st.booleans())
+    def die(self, process, session_ends):
+        """A process dies and another one replaces it. The dead process's session ends immediately or later."""
         if not self.idle(process):
             while not self.actors[process].ended:
                 self.actors[process].step(Killed())
         self.instances[process][1][0] = None
         session = self.instances[process][0]._store.session
-        if at_once:
+        if session_ends:
             self.world.expire(session)
         self.late.pop(process, None)
         self.start_instance(process)
@@ -442,7 +466,7 @@ class Machine(RuleBasedStateMachine):
             self.world.expire(session)
 
     @invariant()
-    def every_state_is_complete(self):
+    def every_reference_points_to_a_complete_state(self):
         self.world.readable_data()
 
     def teardown(self):
@@ -466,10 +490,10 @@ class Machine(RuleBasedStateMachine):
             self.stack.close()
 
 
-TestHandlesUnderAnything = Machine.TestCase
-TestHandlesUnderAnything.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestHandlesUnderRandomFaults = HandleMachine.TestCase
+TestHandlesUnderRandomFaults.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 
 
 @pytest.mark.long
-class TestHandlesUnderAnythingAtLength(Machine.TestCase):
+class TestHandlesUnderRandomFaultsLong(HandleMachine.TestCase):
     settings = settings(max_examples=1000, stateful_step_count=60, deadline=None)

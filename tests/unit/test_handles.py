@@ -1,4 +1,4 @@
-"""State handles: each reference has a complete state, and a write that was not done leaves no state."""
+"""State handles: each reference points to a complete state, and a write that did not happen leaves no state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of user code in workers and the agent: limited in time, counted, and reported to the executor."""
+"""Calls of user code in workers and the agent: `open` and `close` have a timeout, and the executor gets reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stagecrew.wire.frames import encode
 from stagecrew.worker.hooks import ERROR_LENGTH, CalledHooks
 from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
 
-#: With pytest's default timeout method, its timer would take the place of the user's timer.
+#: The default timeout method of pytest uses the same timer (SIGALRM) as these tests.
 pytestmark = pytest.mark.timeout(60, method="thread")
 
 PACKAGE = os.path.dirname(stagecrew.__file__) + os.sep
@@ -38,7 +38,7 @@ WELCOME = {
 
 
 class FakeChannel:
-    """Records sent frames. Each frame must be encodable."""
+    """A channel that records sent frames, and checks that each frame can be encoded."""
 
     def __init__(self, closed: bool = False, **welcome: Any) -> None:
         self.welcome = {**WELCOME, **welcome}
@@ -74,7 +74,7 @@ class Calls(Listener):
 
 
 def raising(error: BaseException):
-    """A hook that raises this error."""
+    """Returns a hook that raises this error."""
 
     def hook(_):
         raise error
@@ -83,7 +83,7 @@ def raising(error: BaseException):
 
 
 def hang(_: Any) -> None:
-    """A hook that runs Python code for longer than a test may take."""
+    """A hook that runs Python code for a minute, which is longer than any timeout in these tests."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         pass
@@ -98,7 +98,7 @@ def create_hooks(listener: Listener, channel: FakeChannel | None = None, require
 
 @pytest.fixture(autouse=True)
 def _timer_is_restored():
-    """After each test SIGALRM has its former handler and no timer runs."""
+    """Asserts that, after each test, SIGALRM has its previous handler and no timer is running."""
     before = signal.getsignal(signal.SIGALRM)
     yield
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -106,7 +106,7 @@ def _timer_is_restored():
 
 
 def test_open_and_close_get_a_context():
-    """It has the names of application, topology, executor and host, the scope and the configuration."""
+    """The context has the names of application, topology, executor and host, the scope and the configuration."""
     seen = []
     listener = Calls(open=seen.append, close=seen.append)
     listener.scope = Scope.EXECUTOR
@@ -122,7 +122,7 @@ def test_open_and_close_get_a_context():
 
 @pytest.mark.parametrize(("hook", "milliseconds"), [("open", 200), ("close", 300)])
 def test_the_executor_is_notified_before_and_after_a_hook(hook, milliseconds):
-    """HOOK, with the timeout, is sent before the user's code runs, and HOOK_DONE, with the duration, after it."""
+    """Before the user's code runs, HOOK is sent with the timeout. Afterwards, HOOK_DONE is sent with the duration."""
     channel = FakeChannel()
     before = []
 
@@ -141,8 +141,8 @@ def test_the_executor_is_notified_before_and_after_a_hook(hook, milliseconds):
     assert fields == {"topology": "enrich-1", "listener": 3, "hook": hook, "outcome": "ok", "error": "", "line": ""}
 
 
-def test_an_exception_of_open_is_raised_and_reported():
-    """It is the user's own exception with a note that names the hook. The executor gets it with its traceback."""
+def test_an_exception_in_open_is_raised_and_reported():
+    """The user's own exception is raised, with a note that names the hook. The executor gets its traceback."""
     error = ZeroDivisionError("no database")
     hooks, channel, topology, registered = create_hooks(Calls(open=raising(error)))
     with pytest.raises(ZeroDivisionError) as raised:
@@ -158,7 +158,7 @@ def test_an_exception_of_open_is_raised_and_reported():
 
 
 def test_reported_tracebacks_have_only_frames_of_user_code():
-    """They omit this package's frames, for the exception, for its cause, and for an interrupted hook."""
+    """Reported tracebacks omit this package's frames in the exception, in its cause, and after an interrupted hook."""
 
     @resource
     def pool(context):
@@ -179,13 +179,13 @@ def test_reported_tracebacks_have_only_frames_of_user_code():
 
 
 def fail(message: str) -> None:
-    """Raises in its own frame."""
+    """Raises a ValueError, in a frame of its own."""
     raise ValueError(message)
 
 
 @pytest.mark.parametrize("required", [True, False])
 def test_only_a_failed_open_that_is_not_required_is_logged(required, caplog):
-    """A required one fails its task, which shows the exception. Otherwise a warning names the listener."""
+    """A failed `open` is logged only if the listener is not required. Otherwise, the failed task shows the error."""
     hooks, _, topology, registered = create_hooks(Calls(open=raising(OSError("no database"))), required=required)
     with pytest.raises(OSError, match="no database"):
         hooks.open(topology, registered)
@@ -199,7 +199,7 @@ def test_only_a_failed_open_that_is_not_required_is_logged(required, caplog):
 
 
 def test_a_kill_during_open_is_not_a_failure_of_the_listener(caplog):
-    """The exception is raised, and no warning says that the listener is switched off."""
+    """A TaskKilled during `open` is raised, and no warning says that the listener is switched off."""
     hooks, channel, topology, registered = create_hooks(Calls(open=raising(TaskKilled("SIGTERM"))), required=False)
     with pytest.raises(TaskKilled):
         hooks.open(topology, registered)
@@ -208,7 +208,7 @@ def test_a_kill_during_open_is_not_a_failure_of_the_listener(caplog):
 
 
 def test_an_open_that_hangs_is_interrupted():
-    """After its timeout it gets `HookTimeout`, which names listener, topology, executor and host."""
+    """An `open` that hangs is interrupted by a HookTimeout, which names listener, topology, executor and host."""
     hooks, channel, topology, registered = create_hooks(Calls(open=hang))
     started = time.monotonic()
     with pytest.raises(HookTimeout) as raised:
@@ -224,14 +224,14 @@ def test_an_open_that_hangs_is_interrupted():
 
 
 def test_an_open_that_sleeps_is_interrupted():
-    """This includes system calls that Python resumes after a signal."""
+    """An `open` is interrupted even in a system call that Python resumes after a signal."""
     hooks, _, topology, registered = create_hooks(Calls(open=lambda _: time.sleep(60)))
     with pytest.raises(HookTimeout):
         hooks.open(topology, registered)
 
 
 def test_an_interrupted_resource_runs_its_finally():
-    """It is interrupted before its `yield`, so a later close has nothing to do."""
+    """A resource that is interrupted before its `yield` runs its `finally`. A later close has nothing to do."""
     ended = []
 
     @resource
@@ -256,7 +256,7 @@ def test_an_interrupted_resource_runs_its_finally():
     ids=["hang", "raises", "killed", "exits"],
 )
 def test_a_failed_close_is_logged_and_reported_but_not_raised(call, caplog):
-    """The hook may raise anything or hang. A warning names it, and the executor is notified of the failure."""
+    """A `close` that raises anything or hangs is logged with its listener's name and reported, but does not raise."""
     hooks, channel, topology, registered = create_hooks(Calls(close=call))
     assert hooks.close(topology, registered) is None
     (record,) = caplog.records
@@ -267,7 +267,7 @@ def test_a_failed_close_is_logged_and_reported_but_not_raised(call, caplog):
 
 @pytest.mark.parametrize("call", [lambda _: None, raising(OSError("x")), hang], ids=["ok", "raises", "hang"])
 def test_the_users_signal_handler_is_restored(call):
-    """After any hook SIGALRM has the user's handler again."""
+    """After a hook, however it ended, SIGALRM has the user's handler again."""
 
     def user_handler(_signal, _frame):
         raise AssertionError("the user's timer must not fire")
@@ -284,7 +284,7 @@ def test_the_users_signal_handler_is_restored(call):
 
 
 def test_the_users_timer_continues():
-    """It fires as often as before but not during a hook. The hook's duration counts."""
+    """A user's timer does not fire during a hook, but the hook's duration counts, and its interval stays the same."""
     fired = []
     before = signal.signal(signal.SIGALRM, lambda *_: fired.append(time.monotonic()))
     try:
@@ -297,7 +297,7 @@ def test_the_users_timer_continues():
         remaining, interval = signal.getitimer(signal.ITIMER_REAL)
         assert 0 < remaining <= 29.95
         assert interval == 7
-        # A timer that expires during the hook fires right after it.
+        # A timer that expires during the hook fires immediately after the hook.
         signal.setitimer(signal.ITIMER_REAL, 0.4)
         hooks.open(topology, registered)
         deadline = time.monotonic() + 20
@@ -311,7 +311,7 @@ def test_the_users_timer_continues():
 
 
 def test_a_decorator_that_fails_to_enter_fails_the_task():
-    """The task gets the user's exception with a note. The executor counts a failure of `decorate`."""
+    """If a decorator fails to enter, the task gets the user's exception with a note. The executor gets a report."""
     hooks, channel, topology, registered = create_hooks(Calls(enter=raising(OSError("no context"))))
     with pytest.raises(OSError, match="no context") as raised:
         hooks.enter(topology, registered, "task")
@@ -326,7 +326,7 @@ def test_a_decorator_that_fails_to_enter_fails_the_task():
 
 @pytest.mark.parametrize("error", [None, OSError("task"), TaskKilled("SIGTERM")])
 def test_a_decorator_sees_the_end_of_its_task(error, caplog):
-    """It gets the task's own exception. Letting it pass is not a failure of the decorator."""
+    """A decorator gets the task's own exception, if any. Raising it on is not a failure of the decorator."""
     seen: list[Any] = []
 
     class Sees(Listener):
@@ -351,7 +351,7 @@ def test_a_decorator_sees_the_end_of_its_task(error, caplog):
 
 @pytest.mark.parametrize("task_error", [None, OSError("task")])
 def test_a_decorator_that_fails_on_exit_is_logged_and_reported(task_error, caplog):
-    """Its exception is not raised. The task keeps its result or its own exception."""
+    """An exception on a decorator's exit is logged and reported, but the task keeps its result or its own exception."""
     hooks, channel, topology, registered = create_hooks(Calls(leave=raising(ZeroDivisionError("broken"))))
     leave = hooks.enter(topology, registered, "task")
     assert leave(task_error) is None
@@ -365,7 +365,7 @@ def test_a_decorator_that_fails_on_exit_is_logged_and_reported(task_error, caplo
 
 
 def test_a_decorator_that_raises_the_tasks_error_again_is_not_a_failure(caplog):
-    """Its `__exit__` raises the exception that it was given."""
+    """A decorator whose `__exit__` raises the exception that it was given has not failed."""
 
     class Raises(Listener):
         def decorate(self, task):
@@ -385,7 +385,7 @@ def test_a_decorator_that_raises_the_tasks_error_again_is_not_a_failure(caplog):
 
 
 def test_a_decorate_that_returns_no_context_manager_is_an_error():
-    """The error names the listener."""
+    """If `decorate` does not return a context manager, the error names the listener."""
 
     class NoManager(Listener):
         def decorate(self, task):
@@ -399,7 +399,7 @@ def test_a_decorate_that_returns_no_context_manager_is_an_error():
 
 
 def test_hooks_are_called_even_if_the_executor_is_gone():
-    """Their frames cannot be sent."""
+    """Hooks are called even if the channel to the executor is closed, so that their frames cannot be sent."""
     called = []
     listener = Calls(open=called.append, close=called.append)
     hooks, _, topology, registered = create_hooks(listener, FakeChannel(closed=True))
@@ -409,7 +409,7 @@ def test_hooks_are_called_even_if_the_executor_is_gone():
 
 
 def test_a_long_error_keeps_its_end():
-    """The end of a traceback is the most useful part. Characters that are not valid in UTF-8 are replaced."""
+    """A long error is cut, but keeps its end. Characters that are not valid in UTF-8 are replaced."""
     error = OSError("x" * 3 * ERROR_LENGTH + "\ud800 end")
     hooks, channel, topology, registered = create_hooks(Calls(open=raising(error)))
     with pytest.raises(OSError, match="end"):
@@ -420,7 +420,7 @@ def test_a_long_error_keeps_its_end():
 
 
 def test_a_long_message_keeps_its_first_line():
-    """The executor gets the line that says what happened, and the end of the traceback."""
+    """A long error with a long message keeps the first line of the message and the end of the traceback."""
     error = OSError("refused\n" + "SELECT\n" * ERROR_LENGTH + "(see there)")
     hooks, channel, topology, registered = create_hooks(Calls(open=raising(error)))
     with pytest.raises(OSError, match="refused"):
@@ -432,7 +432,7 @@ def test_a_long_message_keeps_its_first_line():
 
 
 def test_lifecycle_and_hooks_together(caplog):
-    """One open hangs and its listener is switched off, one close raises, and all other hooks are called."""
+    """If one `open` hangs, and so its listener is switched off, and one `close` raises, all other hooks are called."""
     events: list[str] = []
     slow = Calls(open=hang, close=lambda _: events.append("slow closed"))
     broken = Calls(open=lambda _: events.append("broken opened"), close=raising(OSError("broken")))
@@ -456,7 +456,7 @@ def test_lifecycle_and_hooks_together(caplog):
 
 @pytest.mark.parametrize("kind", ["class", "generator"])
 def test_a_signal_at_any_moment_leaves_no_decorator_entered(kind):
-    """Wherever a kill interrupts the start of a task, an entered manager is exited once, before the task ends."""
+    """Wherever a kill interrupts the start of a task, a context manager that was entered is exited exactly once."""
     inside = [0]
     armed: list[bool] = []
     managers: list[Any] = []
@@ -478,7 +478,7 @@ def test_a_signal_at_any_moment_leaves_no_decorator_entered(kind):
 
     class Decorates(Listener):
         def decorate(self, task):
-            managers.append(Manager() if kind == "class" else generator())  # a reference, so none is exited by deletion
+            managers.append(Manager() if kind == "class" else generator())  # a reference prevents exit by deletion
             return managers[-1]
 
     def kill(_number, _frame):
@@ -516,7 +516,7 @@ def test_a_signal_at_any_moment_leaves_no_decorator_entered(kind):
 
 
 def test_a_manager_in_c_code_is_exited_after_a_signal_in_its_entry():
-    """Its `__enter__` has returned, and the signal that arrived in it is raised before any other code runs."""
+    """A context manager whose `__enter__` is C code is exited if a signal arrives in `__enter__`."""
     errors: list[Any] = []
 
     class Manager:
@@ -544,7 +544,7 @@ def test_a_manager_in_c_code_is_exited_after_a_signal_in_its_entry():
 
 
 def test_a_kill_at_the_start_of_a_hook_leaves_no_timer(monkeypatch):
-    """The signal may arrive right after the call that starts the timer."""
+    """A kill that arrives immediately after the start of a hook's timer leaves no timer running."""
     before = signal.getsignal(signal.SIGALRM)
     real = signal.setitimer
 

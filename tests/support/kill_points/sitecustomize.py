@@ -1,8 +1,9 @@
-"""Python imports this module at start in processes that have its folder on their PYTHONPATH. See `kill_point`.
+"""Kills a process at a kill point. Python imports this module at startup if its folder is on the PYTHONPATH.
 
-`STAGECREW_TEST_POINT` (JSON) names a role (`submit`, `driver`, or `run`: the process of a run), a write, and the victim:
-the process that writes, or the driver that started it. The victim is killed once: the file `marker` then exists. With
-`STAGECREW_TEST_RUN_STORE`, runs reach the store under another URL than their driver.
+`STAGECREW_TEST_POINT` (JSON, from `kill_point`) names a role (`submit`, `driver`, or `run` for the process of a run),
+an operation, and the victim: the process that performs the operation, or the driver that started it. At most one victim
+is killed, because the file `marker` is created first. If `STAGECREW_TEST_RUN_STORE` is set, runs use this URL of the
+store instead of their driver's.
 """
 
 import json
