@@ -116,7 +116,7 @@ class Host:
     def statistics(self) -> bytes | None:
         """A frame for the driver's JVM with the statistics that changed since the last frame, or None if none did."""
         with self._lock:
-            due = (*self._reporter.due(), *self._ended_early)
+            due = (*self._reporter.take_due(), *self._ended_early)
             bindings = [(binding, list(binding.live.values())) for binding in due]
             self._ended_early.clear()
         return self._reporter.frame(bindings)
