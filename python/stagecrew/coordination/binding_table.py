@@ -21,7 +21,7 @@ COMMIT: Final = "commit"
 #: Returns whether a streaming query is still running.
 QueryCheck = Callable[[], bool]
 
-#: What a coordinator is restored from: the id of the checkpoint, the state, and the subtasks that had an evaluation.
+#: The values that restore a coordinator: the id of the checkpoint, the state, and the subtasks that had evaluations.
 Restored = tuple[int, bytes | None, int]
 
 
@@ -104,7 +104,7 @@ class BindingTable:
         found = []
         for binding, (begun_in, thread, query) in tuple(self._unordered.items()):
             if begun_in.ended or not thread.is_alive or self.used.get(binding.key) is not binding:
-                del self._unordered[binding]  # it never counts again
+                del self._unordered[binding]  # this method can never return it again
             elif thread not in owners:
                 found.append((binding, query))
         return found
@@ -124,7 +124,7 @@ class BindingTable:
         return ended
 
     def end_transient(self, id_: str) -> list[Binding]:
-        """Removes the transient binding with this id. Returns it in a list, which is empty if there is none."""
+        """Removes the transient binding with this id. Returns a list of this binding, or an empty list if not found."""
         return [self.transient.pop(key) for key, binding in tuple(self.transient.items()) if binding.id == id_]
 
     def clear(self) -> list[Binding]:

@@ -112,7 +112,7 @@ class Liveness:
         binding.statistics.ended(live.gateway)
 
     def fail(self, id_: int, reason: str) -> None:
-        """Fails the attempt of a live evaluation, so that executor and driver agree on what was delivered."""
+        """Fails the attempt of a live evaluation, so that executor and driver agree on its delivered messages."""
         with self._lock:
             known = self._live.get(id_)
         if known is not None:

@@ -36,7 +36,7 @@ class StatisticsReporter:
         self._sequence = 0
         #: Bindings that were called since the last frame, or were not quiet then.
         self._unreported: dict[Binding, None] = {}
-        #: What was last reported of each binding that is not quiet.
+        #: The last report of each binding that is not quiet.
         self._last: dict[Binding, _LastReport] = {}
         self._sums = [0] * len(_COUNTS)
         self._replies, self._acknowledgements = LatencyHistogram(), LatencyHistogram()
@@ -154,7 +154,7 @@ class StatisticsReporter:
 
 
 class _LastReport:
-    """The last entry of a binding, and what is needed to notice that nothing has happened since."""
+    """The last entry of a binding, and the activity up to then, to notice that nothing has happened since."""
 
     def __init__(self) -> None:
         self.entry: dict[str, Any] = {}
@@ -164,7 +164,7 @@ class _LastReport:
         self._idle_reports = 0
 
     def becomes_quiet(self, binding: Binding, live: Collection[LiveEvaluation]) -> bool:
-        """Notes what has happened. Returns whether no evaluation is live and nothing has happened in three reports.
+        """Records the activity so far. Returns whether no evaluation is live and nothing has happened in three reports.
 
         By then, a report has had the summary that was requested after the last activity.
         """

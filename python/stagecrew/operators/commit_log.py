@@ -135,7 +135,7 @@ class FileCommitLog:
     """A commit log in a local folder, for the drivers on one host. A record is durable when its write returns.
 
     A writer holds a file lock, which the kernel releases if the writer dies. The next writer deletes the draft that a
-    killed writer left behind.
+    killed writer left.
 
     A folder that this class creates has the mode 0700, and all its files have the mode 0600.
 

@@ -35,7 +35,7 @@ _METHODS: Final = ("begin", "stage", "commit", "done", "discard")
 class CommitCoordinator(Coordinator):
     """Tracks the tasks that stage rows, to report progress, and to wait until the tasks end.
 
-    The result rows of the action decide what is committed, not this coordinator.
+    The result rows of the action decide which data is committed. This coordinator does not.
     """
 
     kind = "commit"

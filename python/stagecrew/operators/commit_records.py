@@ -178,7 +178,7 @@ def _type_of(type_: pa.DataType) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What is known about a commit that was already decided."""
+    """The known facts about a commit that was already decided."""
 
     content: str | None
     columns: Sequence[str]
@@ -208,7 +208,7 @@ class Known:
 
 
 def known_of(commit_id: str, record: Record) -> Known | None:
-    """What the record of a decided or applied commit says about it. None if the record says nothing."""
+    """The facts in the record of a decided or applied commit. None if the record contains no facts."""
     if "messages" not in record:
         return read_mark(commit_id, record.get("mark"))
     rows = sum(message.get("rows", 0) for message in record["messages"])

@@ -81,7 +81,7 @@ def _checked_name(name: Any) -> str:
 
 
 def _importable_name(reducer: Any) -> str | None:
-    """The name by which every process can import the function. None if there is no such name, as for a lambda."""
+    """The name under which every process can import the function. None without such a name, as for a lambda."""
     module = getattr(reducer, "__module__", None)
     path = getattr(reducer, "__qualname__", None) or getattr(reducer, "__name__", None)
     if not isinstance(module, str) or not isinstance(path, str) or module == "__main__":

@@ -124,7 +124,7 @@ class ParquetSink:
             open_folder(self._filesystem, folder, staging)
 
     def _schema(self) -> pa.Schema | None:
-        """The schema of the files that are already committed to the table, or None if there are none."""
+        """The schema of the files that are already committed to the table, or None if no file exists."""
         for file in list_files(self._filesystem, self._path, hidden=False):
             if file.endswith(".parquet"):
                 return pq.read_schema(file, filesystem=self._filesystem)
