@@ -20,7 +20,7 @@ _log = logging.getLogger("stagecrew")
 
 
 class Gateway:
-    """Sends events to one evaluation, and to no other. Each attempt has a gateway of its own.
+    """Sends events to one evaluation, and to no other. Each evaluation has a gateway of its own.
 
     A coordinator receives the gateway in `Coordinator.ready`. Every method may be called from any thread, and none
     waits.
