@@ -276,7 +276,7 @@ def test_a_rejected_call_does_not_use_up_a_name_or_an_alignment(cluster):
 def test_invalid_arguments_are_rejected(cluster):
     """Arguments that are no function, no seconds or no ordered times are rejected, and so is a closed topology."""
     with stagecrew.crew(cluster).topology("t") as topology:
-        with pytest.raises(stagecrew.errors.OperatorMisused, match="idle_after is after how many seconds"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="idle_after is the number of seconds"):
             topology.align("a", DRIFT, idle_after=0)
         with pytest.raises(stagecrew.errors.OperatorMisused, match="maps a function work"):
             topology.align("b", DRIFT).map(cluster.range(2), 7, "a long")

@@ -153,8 +153,8 @@ def test_a_failing_enumerator_fails_the_topology(cluster, case):
     enumerator, message = {
         "raises": (raise_after_some(), "enumerator of operator 'mine' raised OSError: the listing broke"),
         "raises at once": (RaisesAtOnce(), "enumerator of operator 'mine' raised OSError: the listing broke"),
-        "twice": ([{"n": 1}, {"n": 2}, {"n": 1}], r"gave one split twice: \{'n': 1\}"),
-        "equal": ([1, 2, 1.0], "gave one split twice: 1.0"),
+        "twice": ([{"n": 1}, {"n": 2}, {"n": 1}], r"yielded one split twice: \{'n': 1\}"),
+        "equal": ([1, 2, 1.0], "yielded one split twice: 1.0"),
         "not picklable": ([1, (n for n in ())], "raised .*cannot pickle"),
     }[case]
     started = time.monotonic()

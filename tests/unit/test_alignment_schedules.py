@@ -110,7 +110,7 @@ class Schedules(RuleBasedStateMachine):
     def state(self):
         """Returns the coordinator's whole state."""
         coordinator = self.harness.coordinator
-        known = {name: (source.watermark, source.reported) for name, source in coordinator._group._sources.items()}
+        known = {name: (source.watermark, source.reported_at) for name, source in coordinator._group._sources.items()}
         return (
             known,
             set(coordinator._group._finished),

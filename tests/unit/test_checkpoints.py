@@ -175,7 +175,7 @@ def test_a_failed_future_or_an_invalid_state_fails_only_the_checkpoint(harness):
     coordinator = harness.coordinator
     coordinator.state = Future()
     coordinator.state.set_exception(OSError("no room"))
-    with pytest.raises(stagecrew.errors.CheckpointFailed, match="gave no state: OSError: no room") as caught:
+    with pytest.raises(stagecrew.errors.CheckpointFailed, match="provided no state: OSError: no room") as caught:
         harness.checkpoint()
     assert isinstance(caught.value.__cause__, OSError)
     assert harness.failure is None

@@ -163,7 +163,7 @@ def test_an_exception_in_close_is_only_logged(caplog):
     with CoordinatorHarness(Raising) as harness:
         pass
     assert harness.failure is None
-    assert "the coordinator of operator 'operator' failed while it closed" in caplog.text
+    assert "the coordinator of operator 'operator' failed while closing" in caplog.text
 
 
 def test_only_the_first_failure_counts(caplog):

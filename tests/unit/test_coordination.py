@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 import types
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from stagecrew.bounded import Bounded
 from stagecrew.coordination.binding import Binding
 from stagecrew.coordination.channel import _parts
 from stagecrew.coordination.contract import Coordinator
+from stagecrew.coordination.delivery import Delivery
 from stagecrew.coordination.host import Host
+from stagecrew.coordination.live import LiveEvaluation
 from stagecrew.coordination.outbox import Outbox
+from stagecrew.coordination.statistics import Statistics
 from stagecrew.errors import ChannelClosed, EvaluationEnded, EventRejected, OperatorMisused
 from stagecrew.testing.inline import InlineLoop
 from stagecrew.wire.frames import decode_all, encode
@@ -435,6 +441,47 @@ def test_recent_replies_are_kept_for_repeated_requests(world):
     assert {sequence: size for sequence, size in repeated.items() if size > 11} == {199: 100_001}
     assert {*range(136, 200, 2)} <= repeated.keys()
     assert len(repeated) <= 64
+
+
+class ExclusiveReplies(Bounded):
+    """Kept replies that raise an error if two threads add an entry at the same time."""
+
+    def __init__(self, limit):
+        super().__init__(limit)
+        self._adding = threading.Lock()
+
+    def __setitem__(self, sequence, reply):
+        assert self._adding.acquire(blocking=False), "two threads are adding an entry at the same time"
+        time.sleep(0.001)
+        super().__setitem__(sequence, reply)
+        self._adding.release()
+
+
+def test_replies_of_other_threads_do_not_disturb_new_requests():
+    """One thread adds requests to the kept replies while another thread adds replies, as a future's thread does.
+
+    The two never change the kept replies at the same time. Otherwise, a request could be lost.
+    """
+    evaluation = types.SimpleNamespace(id=1, executor="1")
+    live, handled = LiveEvaluation(evaluation, None, 0.0), []
+    live.replies = ExclusiveReplies(8)
+    instance = types.SimpleNamespace(enqueue=lambda f, instance, live, sequence, *rest: handled.append(sequence))
+    delivery, counts = Delivery(FakeWire(), LIMIT, lambda: 0.0, pytest.fail), Statistics()
+
+    def request(sequences):
+        for sequence in sequences:
+            delivery.request(instance, live, sequence, b"", counts)
+
+    def reply(sequences):
+        for sequence in sequences:
+            delivery._reply(live, sequence, "ok", b"")
+
+    request(range(1, 9))
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(request, range(9, 60)), threads.submit(reply, [*range(1, 9)] * 10)]:
+            future.result()
+    assert handled == [*range(1, 60)]
+    assert [*live.replies] == [*range(52, 60)]
 
 
 def test_a_reset_replaces_the_coordinator(world):

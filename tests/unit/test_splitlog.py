@@ -70,7 +70,7 @@ class SplitLogMachine(RuleBasedStateMachine):
             return
         evaluation = self.evaluations[data.draw(st.sampled_from(sorted(self.evaluations)))]
         subtask, index = evaluation
-        packed = self.log.at(subtask, index, host)
+        packed = self.log.read(subtask, index, host)
         received = self.received[subtask]
         if packed is None:
             assert index == len(received)
@@ -108,12 +108,12 @@ class SplitLogMachine(RuleBasedStateMachine):
         if hasattr(self, "received"):
             all_given = list(itertools.chain.from_iterable(self.received.values()))
             assert len(all_given) == len(set(all_given))
-            assert self.log.given == len(all_given)
+            assert self.log.assigned == len(all_given)
 
     def teardown(self):
         if hasattr(self, "received"):
             for subtask in range(SUBTASKS):
-                while (packed := self.log.at(subtask, len(self.received[subtask]), "a")) is not None:
+                while (packed := self.log.read(subtask, len(self.received[subtask]), "a")) is not None:
                     self.received[subtask].append(pickle.loads(packed))
             assert sorted(itertools.chain.from_iterable(self.received.values())) == list(range(self.count))
             assert self.log.sealed
@@ -129,15 +129,15 @@ def test_the_enumerator_is_lazy():
     log = SplitLog(numbers, "operator 'x'")
     log.state()
     assert numbers.begun == 0
-    log.at(0, 0, "a")
-    log.at(1, 0, "a")
+    log.read(0, 0, "a")
+    log.read(1, 0, "a")
     assert (numbers.begun, numbers.read) == (1, 2)
 
 
 def test_a_host_gets_its_preferred_splits():
     """If splits have locations, a task first gets splits of its own host, and then any other split."""
     log = SplitLog(LocatedNumbers(3, [{"b"}, {"a"}, {"b"}]), "operator 'x'")
-    assert [pickle.loads(log.at(0, index, "a")) for index in range(3)] == [1, 0, 2]
+    assert [pickle.loads(log.read(0, index, "a")) for index in range(3)] == [1, 0, 2]
 
 
 def test_reading_ahead_does_not_delay_a_task():
@@ -146,9 +146,9 @@ def test_reading_ahead_does_not_delay_a_task():
     time_for = iter([True, True, False, False, False])
     numbers = LocatedNumbers(5, [{"b"}, {"b"}, {"a"}, {"a"}, {"b"}])
     log = SplitLog(numbers, "operator 'x'", lambda: next(time_for))
-    read = [(pickle.loads(log.at(0, index, "a")), numbers.read) for index in range(5)]
+    read = [(pickle.loads(log.read(0, index, "a")), numbers.read) for index in range(5)]
     assert read == [(2, 3), (3, 4), (0, 5), (1, 5), (4, 5)]
-    assert log.at(0, 5, "a") is None
+    assert log.read(0, 5, "a") is None
 
 
 class TimedNumbers(LocatedNumbers):
@@ -163,19 +163,19 @@ def test_a_preferred_split_that_is_too_far_ahead():
     earlier split that no task is reading yet."""
     homes = [{"b"}, {"b"}, {"a"}, {"b"}, {"a"}]
     log, reading = SplitLog(TimedNumbers(5, homes), "operator 'x'"), WatermarkGroup(10)
-    assert pickle.loads(log.at(0, 0, "a", reading)) == 0  # 2 is too far ahead of 0, which no task is reading yet
+    assert pickle.loads(log.read(0, 0, "a", reading)) == 0  # 2 is too far ahead of 0, which no task is reading yet
     reading.report(0, 0)
-    assert pickle.loads(log.at(1, 0, "a", reading)) == 1
+    assert pickle.loads(log.read(1, 0, "a", reading)) == 1
     reading.report(1, 10)
-    assert log.at(2, 0, "a", reading) == HELD
+    assert log.read(2, 0, "a", reading) == HELD
     reading.remove(0)
-    assert pickle.loads(log.at(2, 0, "a", reading)) == 2
+    assert pickle.loads(log.read(2, 0, "a", reading)) == 2
     reading.remove(1)
     reading.report(2, 20)
-    assert pickle.loads(log.at(0, 1, "a", reading)) == 3  # 4 belongs to the task's own host, but it is too far ahead
+    assert pickle.loads(log.read(0, 1, "a", reading)) == 3  # 4 belongs to the task's own host, but it is too far ahead
     reading.remove(2)
     reading.report(0, 30)
-    assert pickle.loads(log.at(1, 1, "b", reading)) == 4
+    assert pickle.loads(log.read(1, 1, "b", reading)) == 4
 
 
 class Raises:
@@ -195,28 +195,28 @@ def test_an_enumerator_that_raises(enumerator):
     error."""
     log = SplitLog(enumerator, "operator 'x'")
     if isinstance(enumerator, RaisesLater):
-        assert pickle.loads(log.at(0, 0, "a")) == 1
+        assert pickle.loads(log.read(0, 0, "a")) == 1
     for subtask in (1, 2, 1):
         with pytest.raises(OperatorFailed, match="the enumerator of operator 'x' raised OSError: no such bucket"):
-            log.at(subtask, 0, "a")
+            log.read(subtask, 0, "a")
 
 
 def test_an_enumerator_that_does_not_repeat_its_splits():
     """After a reset, the enumerator must yield again each split that a task had read before the checkpoint. Otherwise,
     a request at the end of the log fails."""
     log = SplitLog(Numbers(3), "operator 'x'")
-    log.at(0, 0, "a"), log.at(0, 1, "a")
+    log.read(0, 0, "a"), log.read(0, 1, "a")
     after = SplitLog([1, 2], "operator 'x'")
     after.restore(log.state())
-    assert pickle.loads(after.at(1, 0, "a")) == 2
+    assert pickle.loads(after.read(1, 0, "a")) == 2
     with pytest.raises(OperatorFailed, match="1 splits that tasks of operator 'x' had read before the checkpoint"):
-        after.at(1, 1, "a")
+        after.read(1, 1, "a")
 
 
 def test_a_position_beyond_the_end():
     """A request for a split beyond the end of the log is refused, because another coordinator gave the evaluation its
     earlier splits."""
-    with pytest.raises(OperatorFailed, match="subtask 0 of operator 'x' asked for split 2 of its log, which has 0"):
+    with pytest.raises(OperatorFailed, match="subtask 0 of operator 'x' asked for split 2 of its log, which has 0 splits"):
         SplitLog([1, 2, 3], "operator 'x'").at(0, 2, "a")
 
 
@@ -224,6 +224,6 @@ def test_a_position_beyond_the_end():
 def test_one_split_twice(splits):
     """A split that is enumerated twice is an error, because its rows would be read twice."""
     log = SplitLog(splits, "operator 'x'")
-    with pytest.raises(OperatorFailed, match="gave one split twice"):
+    with pytest.raises(OperatorFailed, match="yielded one split twice"):
         for index in range(3):
-            log.at(0, index, "a")
+            log.read(0, index, "a")

@@ -74,8 +74,8 @@ def test_a_subtask_that_differs_gets_an_error():
     for subtask, step, reducer, words in (
         (2, 0, ["max"], "subtask 2 reduces with 'max', but subtask 1 with 'sum'"),
         (2, 0, ["product", b"x"], "subtask 2 reduces with 'product', but subtask 1 with 'sum'"),
-        (2, 1, ["sum"], "subtask 2 is at step 1, the others are at step 0"),
-        (1, 0, ["sum"], "subtask 1 came to step 0 twice"),
+        (2, 1, ["sum"], "subtask 2 is at step 1, but the others are at step 0"),
+        (1, 0, ["sum"], r"subtask 1 called reduce\(\) twice in step 0"),
     ):
         with pytest.raises(OperatorFailed, match=words):
             group.add(subtask, step, ReducerCall(*reducer), 1)

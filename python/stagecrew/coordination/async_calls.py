@@ -1,4 +1,4 @@
-"""Calls that do not run on a coordinator's thread: at once on a pool, or later."""
+"""Calls that run outside a coordinator's thread: immediately on a pool, or later on the timers' thread."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class AsyncExecutor(Protocol):
         """Calls a short function after this time, on another thread."""
 
     def close(self) -> None:
-        """Begins no more calls."""
+        """Stops beginning calls."""
 
 
 class AsyncCalls:
     """One coordinator's calls on the pool, at most four at a time, and its timers.
 
-    After `close` no call begins. Running calls are not waited for. A call that never returns keeps its thread; the
-    thread is a daemon, so the process can still end.
+    After `close`, no call begins. `close` does not wait for running calls. A call that never returns occupies its
+    thread forever, but the thread is a daemon, so the process can still end.
     """
 
     def __init__(self, pool: Pool = ASYNC_CALLS, timers: Timers = TIMERS) -> None:
@@ -83,7 +83,7 @@ class AsyncCalls:
             self._timers.add(timer)
 
     def close(self) -> None:
-        """Cancels the timers, and drops the calls that wait for the pool."""
+        """Cancels the timers, and drops the calls that are waiting for the pool."""
         with self._lock:
             self._closed = True
             timers = list(self._timers)

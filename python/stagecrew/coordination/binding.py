@@ -19,15 +19,16 @@ __all__ = ["Binding", "BindingOwner"]
 class BindingOwner(Owner, Protocol):
     """The operators of a topology, as its bindings see them."""
 
-    #: The bindings whose coordinators were called since their last checkpoint.
+    #: The bindings whose coordinators were called, or reported something, since their last checkpoint.
     changed: dict[Binding, None]
 
 
 class Binding:
-    """Holds the current instance of the coordinator, and the live evaluations. The host's lock guards it.
+    """Holds the current instance of the coordinator, and the live evaluations. The host's lock guards the binding.
 
-    `key` is the position of the binding in the program. A `Checkpoint` uses the same key. The constructor creates the
-    coordinator on the caller's thread, and restores it from `state` if there is a checkpoint. `begin` starts it.
+    `key` is the position of the use in the program, and identifies its state in a `Checkpoint`. The constructor creates
+    the coordinator on the caller's thread, and restores it from `state` if a `checkpoint_id` is given. `begin` starts
+    the coordinator.
     """
 
     __slots__ = (
@@ -54,7 +55,7 @@ class Binding:
         self.seen = subtasks
         #: The checkpoint that is being taken.
         self.pending: PendingCheckpoint | None = None
-        #: Whether the cut of this checkpoint was made. Then events are held back until the checkpoint is complete.
+        #: Whether the cut of the pending checkpoint was made. If so, events are held back until the checkpoint ends.
         self.holds_events = False
         self.statistics = Statistics()
         #: The host's set of bindings with changed statistics. The binding adds itself when something may have changed.
@@ -67,7 +68,7 @@ class Binding:
             raise
 
     def begin(self) -> None:
-        """Starts the coordinator, when the session is running."""
+        """Starts the coordinator. Called once the session is running."""
         self.instance.begin()
 
     def mark_changed(self) -> None:
@@ -89,5 +90,5 @@ class Binding:
         self.instance.loop.call(self.instance.finish)
 
     def await_closed(self, seconds: float) -> bool:
-        """Stops accepting calls. Returns whether the coordinator closes within this time."""
+        """Stops accepting calls, and waits. Returns whether the coordinator has closed within this time."""
         return self.instance.loop.end(seconds)

@@ -18,32 +18,32 @@ __all__ = ["COMMIT", "BindingTable", "QueryCheck", "Restored"]
 #: The default name of the operator of commits.
 COMMIT: Final = "commit"
 
-#: Returns whether a streaming query still runs.
+#: Returns whether a streaming query is still running.
 QueryCheck = Callable[[], bool]
 
-#: The values to restore a coordinator: the id of the checkpoint, the state, and the subtasks.
+#: The values that restore a coordinator: the id of the checkpoint, the state, and the subtasks that had evaluations.
 Restored = tuple[int, bytes | None, int]
 
 
 class BindingTable:
-    """The bindings of one topology by their keys. Pure bookkeeping, guarded by the lock of `Operators`."""
+    """The bindings of one topology, by key. Only bookkeeping; the lock of `Operators` guards it."""
 
     def __init__(self, uses: Uses | None = None) -> None:
         self._names: set[str] = set()
         self._uses = uses or Uses(Place())
         #: Bindings that datasets use.
         self.used: dict[str, Binding] = {}
-        #: Bindings that were made before the session ran, and wait for their first use.
+        #: Bindings that were created before the session was running, and have not been used yet.
         self.prepared: dict[str, Binding] = {}
-        #: Bindings of commits. They end with their commit and have no state.
+        #: Bindings of commits. They have no state, and end with their commit.
         self.transient: dict[str, Binding] = {}
         self._transient_count = 0
         #: The states that the last checkpoint took.
         self.states: dict[str, TakenState] = {}
-        #: Restored states of uses that the program has not reached. Each waits for the use with its key.
+        #: Restored states of uses that the program has not reached yet, by the key of the use.
         self.unclaimed: dict[str, TakenState] = {}
         self._restored_id = NO_CHECKPOINT
-        #: Bindings whose order differs from run to run, with the place, the thread and the query that made each.
+        #: Bindings whose order differs from run to run, each with the place, the thread and the query that created it.
         self._unordered: dict[Binding, tuple[Place, ThreadMark, QueryCheck | None]] = {}
 
     # -- Names and keys
@@ -62,13 +62,13 @@ class BindingTable:
         self._names.add(name)
 
     def next_key(self, operator: str, name: str | None, otherwise: str | None) -> tuple[str, Place, bool]:
-        """The key of another use of an operator, its place, and whether every run makes it in the same order."""
+        """Returns the key of a new use, its place, and whether every run creates the uses there in the same order."""
         key = self._uses.key(operator, name, otherwise)
         place, is_ordered = self._uses.here()
         return key, place, is_ordered
 
     def next_transient_key(self, operator: str) -> str:
-        """The key of another transient use."""
+        """Returns the key of a new transient use."""
         self._transient_count += 1
         count = self._transient_count
         return f"{operator}/{count}" if operator == COMMIT else f"{operator}/{COMMIT}-{count}"
@@ -79,12 +79,12 @@ class BindingTable:
         """Every binding."""
         return [*self.used.values(), *self.prepared.values(), *self.transient.values()]
 
-    def has(self, binding: Binding) -> bool:
-        """Whether the binding is one with a state."""
+    def keeps_state_of(self, binding: Binding) -> bool:
+        """Whether checkpoints contain the state of this binding: it is used or prepared, and not transient."""
         return binding is (self.used.get(binding.key) or self.prepared.get(binding.key))
 
     def use_prepared(self, key: str, operator: str) -> Binding | None:
-        """Assigns a prepared binding to the use with this key, if there is one that fits."""
+        """Assigns a prepared binding to the use with this key, and returns it. None if no prepared binding fits."""
         binding = self.prepared.pop(key, None)
         if binding is None and key not in self.unclaimed:
             binding = self.prepared.pop(unused(operator), None)
@@ -95,7 +95,7 @@ class BindingTable:
         return binding
 
     def add_unordered(self, binding: Binding, place: Place, query: QueryCheck | None) -> None:
-        """Records that the calling thread created a binding whose order differs from run to run, perhaps in a query."""
+        """Records that the calling thread (perhaps in a query) created a binding whose order differs between runs."""
         self._unordered[binding] = place, this_thread(), query
 
     def of_other_threads(self, place: Place) -> list[tuple[Binding, QueryCheck | None]]:
@@ -104,7 +104,7 @@ class BindingTable:
         found = []
         for binding, (begun_in, thread, query) in tuple(self._unordered.items()):
             if begun_in.ended or not thread.is_alive or self.used.get(binding.key) is not binding:
-                del self._unordered[binding]  # it can no longer change
+                del self._unordered[binding]  # this method can never return it again
             elif thread not in owners:
                 found.append((binding, query))
         return found
@@ -124,41 +124,43 @@ class BindingTable:
         return ended
 
     def end_transient(self, id_: str) -> list[Binding]:
-        """Removes the transient binding with this id."""
+        """Removes the transient binding with this id. Returns a list of this binding, or an empty list if not found."""
         return [self.transient.pop(key) for key, binding in tuple(self.transient.items()) if binding.id == id_]
 
     def clear(self) -> list[Binding]:
         """Removes every binding, and returns them."""
         bindings = self.all()
-        for known in (self.used, self.prepared, self.transient):
-            known.clear()
+        for bindings_by_key in (self.used, self.prepared, self.transient):
+            bindings_by_key.clear()
         return bindings
 
     # -- States
 
     def claimable(self, key: str, operator: str) -> tuple[str, Restored]:
-        """The restored state for the use with this key, and the key under which it waits."""
-        for known in (key, unused(operator)):
-            if known in self.unclaimed:
-                return known, (self._restored_id, *self.unclaimed[known])
+        """Returns the restored state for the use with this key, and the key under which `unclaimed` has it."""
+        for stored_key in (key, unused(operator)):
+            if stored_key in self.unclaimed:
+                return stored_key, (self._restored_id, *self.unclaimed[stored_key])
         return key, NOTHING.of(key)
 
     def restore(self, checkpoint: Checkpoint | None) -> list[Binding]:
         """Sets the unclaimed states from a checkpoint. Returns the bindings that must be reset."""
         restored = checkpoint or NOTHING
         bindings = self.all()
-        known = {binding.key for binding in bindings}
-        self.unclaimed = {key: restored.of(key)[1:] for key in restored.states if key not in known}
+        bound = {binding.key for binding in bindings}
+        self.unclaimed = {key: restored.of(key)[1:] for key in restored.states if key not in bound}
         self._restored_id = restored.id
         if checkpoint is not None:
-            # A prepared binding that is not in the checkpoint stays as it was made: its first use claims a state.
-            bindings = [one for one in bindings if one.key in restored.states or one.key not in self.prepared]
+            # A prepared binding that is not in the checkpoint stays as it was created: no use has reached it yet.
+            bindings = [
+                binding for binding in bindings if binding.key in restored.states or binding.key not in self.prepared
+            ]
         for binding in bindings:
             self.states.pop(binding.key, None)
         return bindings
 
     def checkpoint(self, id_: int) -> Checkpoint:
-        """The checkpoint of all taken states and of those that are not claimed yet."""
+        """Returns a checkpoint of the taken states, and of the restored states that no use has claimed yet."""
         taken = self.unclaimed | self.states
         return Checkpoint(
             id_,

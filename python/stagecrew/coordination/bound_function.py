@@ -1,4 +1,4 @@
-"""The functions that `Operator.bind` returns. Their binding is pickled with them."""
+"""The functions that `Operator.bind` returns. Each is pickled together with the identity of its binding."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["BoundFunction"]
 
 
 class _UsedTwiceError(OperatorMisused, pickle.PicklingError):
-    """A bound function is used on two datasets. PySpark re-raises a `PicklingError` unchanged, and wraps all others."""
+    """A bound function is used on two datasets. PySpark wraps all errors of pickling except `PicklingError`."""
 
 
 class BoundFunction:
-    """A function without its gateway parameter. It belongs to one dataset."""
+    """A user's function without its gateway parameter. It may be used on one dataset only."""
 
     def __init__(self, bound: Bound, work: Callable[..., Any]) -> None:
         self._bound, self._work = bound, work
         self._dataset: object = None
-        # PySpark reads the name, the signature and the type hints of a function. The gateway must not appear in them.
+        # PySpark reads the name, the signature and the type hints of a function, which must not show the gateway.
         self.__name__ = getattr(work, "__name__", type(work).__name__)
         self.__doc__ = work.__doc__
         gateway: str | None = None
@@ -49,7 +49,7 @@ class BoundFunction:
         return evaluate(self._bound, self._work, *args)
 
     def __reduce__(self) -> Any:
-        """Pickles the function, and raises if that is for a second dataset."""
+        """Pickles the function. Raises if PySpark is pickling it for a second dataset."""
         dataset = _dataset_being_built()
         if dataset is not None:
             if self._dataset is not None and self._dataset != dataset:
@@ -62,17 +62,18 @@ class BoundFunction:
 
 
 def _dataset_being_built() -> object:
-    """The RDD, or the call of a DataFrame's method, that PySpark pickles a function for. None for a UDF.
+    """Identifies the RDD or the DataFrame method call for which PySpark is pickling a function. None for a UDF.
 
-    This walks the frames of its callers, because nothing else knows the dataset at this point:
+    This function walks the frames of its callers, because nothing else identifies the dataset at this point:
 
     - PySpark passes a function to nothing but the pickler, and a pickler passes no context to `__reduce__`.
     - The number of pickles is not the number of datasets. An RDD pickles its functions again in every RDD that is
-      pipelined after it (`rdd.mapPartitions(f).map(g)`), a UDF is pickled once and used in many datasets.
-    - Tasks cannot tell: two actions on one DataFrame may run as different RDDs, as two DataFrames do.
-    - Wrapping `RDD.mapPartitions`, `DataFrame.mapInPandas` and all others would patch PySpark in more places.
+      pipelined after it (`rdd.mapPartitions(f).map(g)`), and a UDF is pickled once and used in many datasets.
+    - Tasks cannot identify the dataset: two actions on one DataFrame may run as different RDDs, as two DataFrames do.
+    - Wrapping `RDD.mapPartitions`, `DataFrame.mapInPandas` and all similar methods would patch PySpark in many places.
 
-    A version of PySpark that renames the modules or classes below only loses the early error: this returns None.
+    If a version of PySpark renames the modules or classes below, only the early error is lost, because this function
+    then returns None.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -81,7 +82,7 @@ def _dataset_being_built() -> object:
         if module == "pyspark.core.rdd" and hasattr(this, "_prev_jrdd"):
             return this._prev_jrdd.id()  # equal in all RDDs that are pipelined after it
         if module.startswith("pyspark.sql.") and type(this).__name__ in _DATASETS:
-            return object()  # each call of such a method makes a new dataset, and pickles the function once
+            return object()  # each call of such a method creates a new dataset, and pickles the function once
         frame = frame.f_back
     return None
 

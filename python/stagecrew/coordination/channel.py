@@ -28,15 +28,15 @@ __all__ = ["DriverChannel"]
 
 _log = logging.getLogger("stagecrew")
 
-#: Enqueueing sends at once if nothing was sent for `_PAUSE` seconds, or if `_BATCH` frames wait. Otherwise the frames
-#: are sent when the enqueuing thread is idle.
+#: An event is sent immediately if nothing was sent for `_PAUSE` seconds, or if `_BATCH` frames are waiting. Otherwise
+#: frames are sent by the next flush.
 _PAUSE: Final = 0.001
 _BATCH: Final = 512
-#: The channel's own thread reads when no other thread has read for this many seconds: while evaluations are live, and
-#: while none is. The second is also the longest wait for frames.
+#: The channel's own thread reads if no other thread has read for this many seconds. The first limit applies while an
+#: evaluation is live, and the second while none is live. The second is also the longest wait for frames.
 _BUSY_WAIT: Final = 0.005
 _IDLE_WAIT: Final = 0.1
-#: After this many messages, the driver's JVM is notified that they were read.
+#: The driver's JVM is notified at the latest after this many messages that they were read.
 _READ_BATCH: Final = 16
 #: The time between two reports of statistics, in seconds.
 _STATISTICS_PERIOD: Final = 1.0
@@ -45,10 +45,10 @@ _STATISTICS_PERIOD: Final = 1.0
 class DriverChannel:
     """Sends frames to executors, and passes frames from executors to the host.
 
-    Enqueueing is safe from any thread. One thread at a time sends, and one reads. A coordinator that enqueues many
-    frames at once, because it handles a batch, sends them in few pieces: an enqueue sends at once only if nothing was
-    sent within the last millisecond, or if many frames wait. The others are sent when the coordinator's loop is idle,
-    and at the latest in the reader's next turn.
+    Enqueueing is safe from any thread. One thread at a time sends, and one reads. Frames that are enqueued in quick
+    succession are sent together: an event is sent immediately only if nothing was sent within the last millisecond, or
+    if many frames are waiting. Other frames are sent when the coordinator's loop is idle, and at the latest in the
+    reader's next turn.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class DriverChannel:
         self._count = 0
         self._sending = threading.Lock()
         self._sent = 0.0
-        #: The number of messages that were read, and of those that the JVM was notified of.
+        #: The number of messages that were read, and the number that the JVM was last notified of.
         self._read = self._reported_read = 0
         self._turns = 0
         self._reading = threading.Lock()
-        #: A byte in this pipe ends the reader's wait for frames.
+        #: Writing a byte to this pipe ends the reader's wait for frames.
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = select.poll()
         self._poller.register(self._channel, select.POLLIN)
         self._poller.register(self._wake_out, select.POLLIN)
         self._waking = threading.Lock()
-        #: Whether the channel's own thread reads, and whether a thread of the pool waits to read instead.
+        #: Whether the channel's own thread is reading, and whether a thread of the pool wants to read instead.
         self._own_reads = self._is_wanted = False
-        #: Set when the channel's own thread must check whether another thread reads.
+        #: Set when the channel's own thread must check whether another thread is reading.
         self._attention = threading.Event()
         self._ended = threading.Event()
         self._closed = False
@@ -94,7 +94,7 @@ class DriverChannel:
     # -- Sending, for coordinators and the host
 
     def send(self, executor: str, frame: bytes) -> None:
-        """Enqueues a frame for an executor, after the events of gateways that were enqueued before."""
+        """Enqueues a frame for an executor, after all events that gateways had to send before."""
         if self._ended.is_set():
             return  # the connection has ended
         with self._lock:
@@ -133,7 +133,7 @@ class DriverChannel:
                 if frames:
                     self._channel.write(*frames)
             except ChannelClosed:
-                # Perhaps in the middle of a frame, so nothing may follow. The reader sees the error, too.
+                # The connection may have broken within a frame, so send nothing more. The reader also sees the error.
                 self._channel.shutdown()
                 return
             finally:
@@ -162,11 +162,11 @@ class DriverChannel:
     # -- Reading
 
     def read(self, until: Callable[[], bool]) -> bool:
-        """Reads on the calling thread until the condition holds. Returns False at once when another thread reads."""
+        """Reads on the calling thread until the condition holds. Returns False at once if another thread is reading."""
         if self._ended.is_set():
             return False
         if not self._reading.acquire(blocking=False):
-            if self._own_reads:  # it makes way
+            if self._own_reads:  # the channel's own thread makes way
                 self._is_wanted = True
                 self.wake()
             return False
@@ -213,8 +213,8 @@ class DriverChannel:
         try:
             turns = -1
             while not self._ended.is_set():
-                # Read only if no other thread has read since the last check: one that handles a request soon reads
-                # again.
+                # Read only if no other thread has read since the last check. A thread that is handling a request will
+                # soon read again.
                 before, turns = turns, self._turns
                 if before == turns and self._reading.acquire(blocking=False):
                     try:
@@ -263,7 +263,7 @@ class DriverChannel:
         for thread in (self._thread, self._reporter):
             if threading.current_thread() is not thread:
                 thread.join(5)
-        with self._reading, self._waking:  # no thread polls or writes to these now
+        with self._reading, self._waking:  # no thread is polling these descriptors or writing to them
             if self._closed:
                 return
             self._closed = True
@@ -286,4 +286,4 @@ def _parts(frames: list[bytes]) -> Iterator[bytes]:
 
 
 def _nothing() -> None:
-    """A task that only wakes a thread of the pool."""
+    """Does nothing. Submitted to wake a thread of the pool."""

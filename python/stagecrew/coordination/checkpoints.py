@@ -26,17 +26,17 @@ TakenState = tuple[bytes | None, int]
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The states of a topology's coordinators at one point.
+    """The states of a topology's coordinators that belong together.
 
     `Topology.checkpoint` returns one, and `Topology.reset` restores one.
 
     Args:
-        id: The checkpoint's id. Ids grow within a topology.
+        id: The checkpoint's id. Ids increase within a topology.
         states: The state of each use of an operator; None if the coordinator had none. The key is the position of the
             use in the program: `"budget/1"` for the first use of operator "budget" outside of steps,
-            `"step=load/batch=3:budget/1"` for one in a batch, `"budget/name=eu"` for one that was given a name.
-        subtasks: The subtasks of each use that have had an evaluation, one bit each. When one of them is evaluated
-            again after a restore, its coordinator receives `subtask_reset`.
+            `"step=load/batch=3:budget/1"` for a use in a batch, `"budget/name=eu"` for a use that was given a name.
+        subtasks: For each use, the subtasks that have had an evaluation, one bit each. When such a subtask is evaluated
+            again after a restore, the coordinator's `subtask_reset` is called.
 
     Examples:
         >>> import stagecrew
@@ -52,7 +52,7 @@ class Checkpoint:
     subtasks: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def of(self, key: str) -> tuple[int, bytes | None, int]:
-        """The values that the coordinator of one use is restored with.
+        """Returns the values from which the coordinator of one use is restored.
 
         Args:
             key: The use's key in `states`.
@@ -65,7 +65,7 @@ class Checkpoint:
         return self.id, self.states[key], self.subtasks.get(key, 0)
 
     def keys_of(self, operator: str) -> list[str]:
-        """The keys of an operator's uses, anywhere in the program.
+        """Returns the keys of an operator's uses, anywhere in the program.
 
         Args:
             operator: The operator's name.
@@ -76,7 +76,7 @@ class Checkpoint:
         return [key for key in self.states if operator_of(key) == operator]
 
     def to_bytes(self) -> bytes:
-        """Serializes the checkpoint, for storing it.
+        """Serializes the checkpoint, so that it can be stored.
 
         Returns:
             The bytes, which include a digest.
@@ -101,8 +101,8 @@ class Checkpoint:
             The checkpoint.
 
         Raises:
-            ConfigurationError: The bytes were changed after they were written, or another version of stagecrew wrote
-                them in another format.
+            ConfigurationError: The bytes are not a checkpoint, were changed after they were written, or have the format
+                of another version of stagecrew.
         """
         digest, _, body = data.partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != digest:
@@ -120,8 +120,8 @@ class Checkpoint:
                 )
             id_, sizes = found["id"], found["states"]
             ends = list(itertools.accumulate(size or 0 for size in sizes.values()))
-            if (ends or [0])[-1] != len(states):
-                raise ValueError(f"its states have {len(states)} bytes, not {ends[-1:] or 0}")
+            if (size := ends[-1] if ends else 0) != len(states):
+                raise ValueError(f"its states have {len(states)} bytes, not {size}")
             return cls(
                 id_,
                 {
@@ -134,15 +134,15 @@ class Checkpoint:
             raise ConfigurationError(f"these {len(data)} bytes are not a checkpoint: {error}") from error
 
 
-#: A checkpoint without states: restores every coordinator to its beginning.
+#: A checkpoint without states, which resets every coordinator to its beginning.
 NOTHING: Final = Checkpoint(NO_CHECKPOINT, {})
 
 
 class PendingCheckpoint:
-    """One checkpoint of one coordinator: requested, then cut, then taken. Or it failed; later calls then do nothing.
+    """One checkpoint of one coordinator. It is requested, then cut, and then taken, unless it fails before.
 
-    It is taken when every event that was sent before the cut is acknowledged, or its evaluation has failed. Usable from
-    any thread.
+    The checkpoint is taken when, for every event that was sent before the cut, the event is acknowledged or its
+    evaluation has ended. After the checkpoint was taken or has failed, calls have no effect. Thread-safe.
     """
 
     def __init__(self, checkpoint_id: int) -> None:
@@ -154,7 +154,7 @@ class PendingCheckpoint:
 
     def cut(self, taken: TakenState, sent: Iterable[Future[None]]) -> None:
         """Sets the state, and the futures of the events that were sent before the cut."""
-        all_added: Future[None] = Future()  # keeps the set from getting empty before every callback is added
+        all_added: Future[None] = Future()  # keeps the set from becoming empty before every callback is added
         with self._lock:
             self._unacknowledged = {all_added, *sent}
             futures = tuple(self._unacknowledged)
@@ -163,7 +163,7 @@ class PendingCheckpoint:
         all_added.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """Fails the checkpoint, unless it is taken: it was declined or aborted."""
+        """Fails the checkpoint, which was declined or aborted. Has no effect if the checkpoint is taken."""
         with self._lock:
             if not self.result.done():
                 self.result.set_exception(error)

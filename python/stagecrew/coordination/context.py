@@ -1,4 +1,4 @@
-"""A coordinator's context, through which it affects the topology. Thread-safe. Usable when the session is running."""
+"""The context through which a coordinator acts on its topology. Thread-safe, and usable while the session runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["NO_PROGRESS", "CoordinatorContext"]
 NO_PROGRESS: Final[Mapping[str, Any]] = types.MappingProxyType({})
 
 
-class Effects(Protocol):
-    """The effects of a coordinator's context when the session is running."""
+class ContextBackend(Protocol):
+    """Carries out the calls that are made on a coordinator's context once the session is running."""
 
     @property
     def is_live(self) -> bool:
@@ -40,12 +40,13 @@ class Effects(Protocol):
 class CoordinatorContext:
     """A coordinator's context. Its methods may be called from any thread, and never wait.
 
-    The context is *uninitialised* until the session runs, then *initialised*, and *closed* after the coordinator was
-    closed. Attributes can always be read. Methods raise `OperatorMisused` before the session runs, and have no effect
-    after the coordinator was closed. Every effect is enqueued onto the thread that owns the state.
+    The context is *uninitialised* until the session is running, then *initialised*, and *closed* once the coordinator
+    is being closed. Attributes can always be read. Methods raise `OperatorMisused` in the first state and do nothing in
+    the last. Functions that are passed to a method are enqueued, and never run inside that call.
 
     `operator` and `topology` are the names of the coordinator's operator and topology. `store` is a dictionary that the
-    coordinators of the topology share; code that changes it must hold its own lock if it needs one.
+    coordinators of the topology share. stagecrew does not lock it: coordinators that need a lock for it must use their
+    own.
 
     stagecrew creates the context, and passes it to the factory of the coordinator.
 
@@ -53,7 +54,7 @@ class CoordinatorContext:
         operator: The operator's name.
         topology: The topology's name.
         store: The dictionary that the topology's coordinators share.
-        make_async: Creates the executor of `call_async` for an operator's name.
+        make_async: Called with the operator's name. Returns the executor that `call_async` uses.
 
     Examples:
         >>> import stagecrew
@@ -69,13 +70,13 @@ class CoordinatorContext:
         ...     harness.coordinator.seen
         21
 
-    Not promised: how soon an effect happens.
+    Not promised: how soon a call takes effect.
 
     Source: Flink's lazily initialised context (FLINK-17781).
     """
 
     __slots__ = (
-        "_async", "_effects", "_lock", "_make_async", "_paused", "_state", "operator", "progress", "store", "topology",
+        "_async", "_backend", "_lock", "_make_async", "_paused", "_state", "operator", "progress", "store", "topology",
     )  # fmt: skip
 
     def __init__(
@@ -84,12 +85,12 @@ class CoordinatorContext:
         self.operator = operator
         self.topology = topology
         self.store = store
-        #: The values of `report`. The mapping is replaced as a whole, so that any thread may read it.
+        #: The values passed to `report` so far. Each call replaces the whole mapping, so any thread may read it.
         self.progress: Mapping[str, Any] = NO_PROGRESS
         self._lock = threading.Lock()
         self._state = "uninitialised"
-        self._effects: Effects | None = None
-        #: Repeated calls that wait for a live evaluation.
+        self._backend: ContextBackend | None = None
+        #: Repeated `while_live` calls that are waiting for a live evaluation.
         self._paused: tuple[Callable[[], None], ...] = ()
         self._make_async = make_async
         self._async: AsyncExecutor | None = None
@@ -98,16 +99,17 @@ class CoordinatorContext:
         """Shows values as the coordinator's progress in the UI and the reports.
 
         Args:
-            **values: Numbers or texts by name. They are added to those of earlier calls.
+            **values: Numbers or texts by name. They are merged with the values of earlier calls, which they replace if
+                the names are equal.
 
         Raises:
-            OperatorMisused: The session does not run yet.
+            OperatorMisused: The session is not running yet.
         """
-        if self._may("report"):
+        if self._is_usable("report"):
             with self._lock:
                 self.progress = {**self.progress, **values}
-            assert self._effects is not None
-            self._effects.mark_changed()
+            assert self._backend is not None
+            self._backend.mark_changed()
 
     @property
     def state(self) -> str:
@@ -115,31 +117,33 @@ class CoordinatorContext:
         return self._state
 
     def fail(self, cause: BaseException) -> None:
-        """Fails the topology, once: its jobs are cancelled, and its `with` statement raises `CoordinatorFailed`.
+        """Fails the topology: its jobs are cancelled, and its `with` statement raises `CoordinatorFailed`.
+
+        Only the first failure of a topology has an effect.
 
         Args:
             cause: The `__cause__` of the `CoordinatorFailed`.
 
         Raises:
-            OperatorMisused: The session does not run yet.
+            OperatorMisused: The session is not running yet.
         """
-        if self._may("fail"):
-            assert self._effects is not None
-            self._effects.fail(cause)
+        if self._is_usable("fail"):
+            assert self._backend is not None
+            self._backend.fail(cause)
 
     def run_in_coordinator_thread(self, f: Callable[..., Any], *args: Any) -> None:
         """Calls a function on the coordinator's thread, after the calls that are already enqueued there.
 
         Args:
-            f: The function. An exception fails the topology.
-            *args: Its arguments.
+            f: The function. If it raises, the topology fails.
+            *args: The arguments of the function.
 
         Raises:
-            OperatorMisused: The session does not run yet.
+            OperatorMisused: The session is not running yet.
         """
-        if self._may("run_in_coordinator_thread"):
-            assert self._effects is not None
-            self._effects.enqueue(self._if_open, f, *args)
+        if self._is_usable("run_in_coordinator_thread"):
+            assert self._backend is not None
+            self._backend.enqueue(self._call_unless_closed, f, *args)
 
     def call_async(
         self,
@@ -148,21 +152,21 @@ class CoordinatorContext:
         period: float | None = None,
         while_live: bool = False,
     ) -> None:
-        """Calls a function on a thread of a pool, and then the handler on the coordinator's thread.
+        """Calls a function on a thread of a pool, and then calls the handler on the coordinator's thread.
 
         A call that never returns does not keep the driver's process alive.
 
         Args:
             f: The function. It may block.
             handler: Called with `(result, None)`, or with `(None, error)` if `f` raised.
-            period: If given, `f` is called again this many seconds after each call has ended, until the coordinator is
-                closed.
+            period: If given, `f` is called again this many seconds after each call of `f` has ended, until the
+                coordinator is closed.
             while_live: Repeats the call only while an evaluation is live, so that an idle coordinator costs nothing.
 
         Raises:
-            OperatorMisused: The session does not run yet.
+            OperatorMisused: The session is not running yet.
         """
-        if not self._may("call_async") or (executor := self._async_executor()) is None:
+        if not self._is_usable("call_async") or (executor := self._async_executor()) is None:
             return
 
         def run() -> None:
@@ -184,13 +188,13 @@ class CoordinatorContext:
 
         Args:
             seconds: The time before the first call, and between the end of a call and the next one.
-            f: The function. An exception fails the topology, and ends the repetition.
-            while_live: Calls only while an evaluation is live, so that an idle coordinator costs nothing.
+            f: The function. If it raises, the topology fails, and the function is not called again.
+            while_live: Calls the function only while an evaluation is live, so that an idle coordinator costs nothing.
 
         Raises:
-            OperatorMisused: The session does not run yet.
+            OperatorMisused: The session is not running yet.
         """
-        if not self._may("every") or (executor := self._async_executor()) is None:
+        if not self._is_usable("every") or (executor := self._async_executor()) is None:
             return
 
         def call() -> None:
@@ -203,27 +207,29 @@ class CoordinatorContext:
         wait()
 
     def _repeat(self, again: Callable[[], None], while_live: bool) -> None:
-        with self._lock:  # either `resume` sees this call, or this method sees the evaluation
-            if while_live and self._effects is not None and not self._effects.is_live:
+        # If an evaluation begins at this moment, the lock ensures that either this method sees that it is live, or
+        # `resume` finds this call among the paused ones.
+        with self._lock:
+            if while_live and self._backend is not None and not self._backend.is_live:
                 self._paused = (*self._paused, again)
                 return
         again()
 
-    # -- For the host; not for coordinators
+    # -- Called by stagecrew, not by coordinators
 
-    def initialise(self, effects: Effects) -> None:
-        """Initialises the context when the session is running.
+    def initialise(self, backend: ContextBackend) -> None:
+        """Initialises the context once the session is running.
 
         Args:
-            effects: Executes the coordinator's calls.
+            backend: Carries out the coordinator's calls.
         """
         with self._lock:
-            self._effects = effects
+            self._backend = backend
             if self._state == "uninitialised":
                 self._state = "initialised"
 
     def resume(self) -> None:
-        """Continues the calls that are repeated only while an evaluation is live, because an evaluation has begun."""
+        """Resumes the paused `while_live` calls. Called when an evaluation begins."""
         with self._lock:
             paused, self._paused = self._paused, ()
         for again in paused:
@@ -246,15 +252,16 @@ class CoordinatorContext:
                 self._async = self._make_async(self.operator)
             return self._async
 
-    def _if_open(self, f: Callable[..., Any], *args: Any) -> None:
+    def _call_unless_closed(self, f: Callable[..., Any], *args: Any) -> None:
         if self._state != "closed":
             set_current_evaluation(None)
             f(*args)
 
-    def _may(self, method: str) -> bool:
+    def _is_usable(self, method: str) -> bool:
+        """Whether a call of this method has an effect. Raises `OperatorMisused` before the session is running."""
         if self._state == "uninitialised":
             raise OperatorMisused(
-                f"the coordinator of operator {self.operator!r} called context.{method} before the session runs; call "
-                f"it in start() or later"
+                f"the coordinator of operator {self.operator!r} called context.{method} before the session was "
+                f"running; call it in start() or later"
             )
         return self._state == "initialised"

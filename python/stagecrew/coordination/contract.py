@@ -28,7 +28,7 @@ class Coordinator:
 
     For each subtask, the order of calls is: `ready`; then `failed`, `finished` or `abandoned` for every evaluation that
     was ready; then `subtask_reset`; then `ready` of the next evaluation. Several evaluations of a subtask may be live
-    at the same time (speculation). Events and requests arrive only from live evaluations; those of one evaluation
+    at the same time (speculation). Events and requests arrive only from live evaluations. An evaluation's messages
     arrive in the order in which it sent them. If a method other than `handle_request` raises an error, the topology
     fails.
 
@@ -88,18 +88,18 @@ class Coordinator:
         """
 
     def abandoned(self, evaluation: Evaluation) -> None:
-        """Called when Spark stopped reading an evaluation early, for example for `limit`. Some messages may be missing.
+        """Called when Spark stopped reading an evaluation early, as `limit` does. Some of its messages may be missing.
 
         Args:
             evaluation: The evaluation.
         """
 
     def subtask_reset(self, subtask: int, checkpoint_id: int) -> None:
-        """Called when no evaluation of a subtask is live and another one is about to begin.
+        """Called when a subtask begins again: none of its evaluations is live, and another one is about to begin.
 
         Args:
             subtask: The subtask.
-            checkpoint_id: The checkpoint that the subtask is reset to, or -1 for a reset to the beginning.
+            checkpoint_id: Always -1, because a subtask is always reset to its beginning.
         """
 
     def handle_event(self, evaluation: Evaluation, event: Any) -> None:
@@ -132,15 +132,15 @@ class Coordinator:
         )
 
     def checkpoint(self, checkpoint_id: int) -> bytes | Future[bytes | None] | None:
-        """Called for the coordinator's state.
+        """Called to get the coordinator's state for a checkpoint.
 
-        The cut is where this method returns, or where the future that it returned completes. When the checkpoint is
-        complete, every event that was sent before the cut is in its task's mailbox. Events that are sent after the cut
-        are held back until the checkpoint ends. A future that fails declines the checkpoint; an exception fails the
-        topology.
+        The cut is the moment when this method returns, or when the future that it returned completes. When the
+        checkpoint is complete, every event that was sent before the cut is in its task's mailbox, unless the evaluation
+        has ended. Events that are sent after the cut are held back until the checkpoint ends. A future that fails
+        declines the checkpoint; an exception fails the topology.
 
-        If a coordinator has no live evaluation and was not called since the last checkpoint, this method is not called:
-        the last state is used again. So your own threads must change the state with
+        If a coordinator has no live evaluation and was not called since the last checkpoint, this method is not called,
+        and the last state is used again. So your own threads must change the state only with
         `context.run_in_coordinator_thread`.
 
         Args:
@@ -151,7 +151,7 @@ class Coordinator:
         """
 
     def checkpoint_complete(self, checkpoint_id: int) -> None:
-        """Called when the states of all coordinators of the topology were taken. The call may be missed.
+        """Called when the states of all coordinators of the topology were taken. This call may be omitted.
 
         Args:
             checkpoint_id: The checkpoint's id.
@@ -176,10 +176,10 @@ class Coordinator:
         """Describes the coordinator's current wait, for the UI and the reports.
 
         This method and `progress` are called about once a second while anything happens. If one of them raises an
-        exception, it is logged once, and nothing fails.
+        exception, only the first exception is logged, and nothing fails.
 
         Returns:
-            A short text, or an empty one if the coordinator does not wait.
+            A short text, or an empty text if the coordinator is not waiting.
         """
         return ""
 
@@ -187,9 +187,9 @@ class Coordinator:
         """Describes the coordinator's progress, for the UI and the reports.
 
         Returns:
-            Names with numbers or texts. They are shown with those of `context.report`.
+            Numbers or texts by name. They are shown together with the values passed to `context.report`.
         """
         return {}
 
     def close(self) -> None:
-        """Called last, when the topology ends or has failed."""
+        """Called last: when the topology or this use of the operator ends, or when a reset replaces this instance."""

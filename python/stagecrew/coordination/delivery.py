@@ -16,9 +16,9 @@ from stagecrew.wire.serialization import WINDOW, WINDOW_BYTES, failure, pack, un
 
 __all__ = ["Delivery"]
 
-#: Of replies of this size or more, in bytes, only the last is kept.
+#: Of the replies to an evaluation that have at least this many bytes, only the last is kept.
 _LARGE_REPLY: Final = 1 << 16
-#: The longest time between two HANDLED frames while the coordinator handles messages, in seconds.
+#: The longest time between two HANDLED frames while the coordinator is handling messages, in seconds.
 _REPORT_PERIOD: Final = 1.0
 
 
@@ -38,7 +38,7 @@ class Delivery:
     def events(
         self, instance: Instance, live: LiveEvaluation, first: int, payloads: list[bytes], counts: Statistics
     ) -> None:
-        """Enqueues the new ones of these events; `first` is the sequence number of the first."""
+        """Enqueues those of these events that are new. `first` is the sequence number of the first event."""
         if (new := self._without_duplicates(live, first, payloads)) is not None:
             counts.events_in += len(new)
             instance.enqueue(self._handle_events, instance, live, new)
@@ -46,18 +46,19 @@ class Delivery:
     def request(
         self, instance: Instance, live: LiveEvaluation, sequence: int, payload: bytes, counts: Statistics
     ) -> None:
-        """Enqueues a request. A repeated request gets the first reply again, if it is still kept."""
+        """Enqueues a request. A repeated request gets the first reply again, if this reply is still kept."""
         if sequence < live.expected:
             if (reply := live.replies.get(sequence)) is not None:
                 self._reply(live, sequence, *reply)
-            return  # the coordinator handles it now, or handled it long ago
+            return  # otherwise, the coordinator is still handling the request, or handled it long ago
         if self._without_duplicates(live, sequence, [payload]) is not None:
-            live.replies[sequence] = None
+            with live.replies_lock:
+                live.replies[sequence] = None
             counts.requests += 1
             instance.enqueue(self._handle_request, instance, live, sequence, payload, counts, self._clock())
 
     def finish(self, live: LiveEvaluation, sequence: int) -> bool:
-        """Acknowledges the evaluation's last message. Returns False if messages before it are missing."""
+        """Acknowledges the evaluation's last message. Fails the attempt, and returns False, if some are missing."""
         if sequence > live.expected:
             self._without_duplicates(live, sequence, [])
             return False
@@ -73,12 +74,12 @@ class Delivery:
         live.expected += len(new)
         return new
 
-    # -- On the coordinator's thread
+    # -- On the coordinator's thread, except where stated
 
     def _handle_events(self, instance: Instance, live: LiveEvaluation, payloads: list[bytes]) -> None:
         context, coordinator = instance.context, instance.coordinator
         if context.state == "closed" or coordinator is None:
-            return  # the coordinator was reset, which drops earlier messages
+            return  # the coordinator was reset or closed, which drops earlier messages
         handle, evaluation = coordinator.handle_event, live.evaluation
         set_current_evaluation(evaluation)
         for payload in payloads:
@@ -121,13 +122,13 @@ class Delivery:
         counts: Statistics,
         received_at: float,
     ) -> None:
-        """Replies with the outcome of the future that `handle_request` returned; on any thread."""
+        """Replies with the outcome of the future that `handle_request` returned. Runs on any thread."""
         try:
             self._reply(live, sequence, "ok", pack(done.result(), self._limit))
             counts.replies.add(self._clock() - received_at)
         except BaseException as error:  # includes CancelledError
             self._reply_failure(live, sequence, error, counts, received_at)
-        if not instance.loop.is_current:  # the loop flushes when it is idle, so that several replies travel together
+        if not instance.loop.is_current:  # the loop flushes when it is idle, so that replies are sent together
             self._transport.flush()
 
     def _reply_failure(
@@ -138,11 +139,13 @@ class Delivery:
         counts.replies.add(self._clock() - received_at)
 
     def _reply(self, live: LiveEvaluation, sequence: int, outcome: str, payload: bytes) -> None:
-        if sequence in live.replies:
-            live.replies[sequence] = (outcome, payload)
-            if len(payload) >= _LARGE_REPLY:
-                live.replies.pop(live.large_reply, None)
-                live.large_reply = sequence
+        """Keeps a reply, in case its request arrives again, and sends it. Runs on any thread."""
+        with live.replies_lock:
+            if sequence in live.replies:
+                live.replies[sequence] = (outcome, payload)
+                if len(payload) >= _LARGE_REPLY:
+                    live.replies.pop(live.large_reply, None)
+                    live.large_reply = sequence
         evaluation = live.evaluation
         self._transport.send(
             evaluation.executor,
@@ -152,17 +155,17 @@ class Delivery:
     def _count_handled(self, live: LiveEvaluation, size: int) -> None:
         """Counts a handled message of this many bytes, and reports to the task from time to time.
 
-        Reports are frequent enough that a window of small messages never fills up, and that a task whose messages take
-        long to handle sees progress.
+        Reports are frequent enough that the task's send window does not fill up with messages that were handled, and
+        that a task whose messages take a long time to handle sees progress.
         """
         live.handled += 1
         live.unreported_bytes += size
-        is_large = live.handled - live.reported >= WINDOW // 4 or live.unreported_bytes >= WINDOW_BYTES // 4
-        if is_large or self._clock() - live.reported_at >= _REPORT_PERIOD:
+        is_due = live.handled - live.reported >= WINDOW // 4 or live.unreported_bytes >= WINDOW_BYTES // 4
+        if is_due or self._clock() - live.reported_at >= _REPORT_PERIOD:
             self.report_handled(live)
 
     def report_handled(self, live: LiveEvaluation) -> None:
-        """Reports to the task how many of its messages were handled, so that it may send more."""
+        """Reports to the task how many of its messages were handled, so that it can send more."""
         live.reported, live.unreported_bytes, live.reported_at = live.handled, 0, self._clock()
         evaluation = live.evaluation
         self._transport.send(evaluation.executor, encode("HANDLED", evaluation=evaluation.id, sequence=live.handled))

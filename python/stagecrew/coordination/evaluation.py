@@ -9,16 +9,16 @@ __all__ = ["Evaluation"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One call of a bound function in one Python process. Coordinators use it to identify the task that they talk to.
+    """One call of a bound function in one Python process. It tells a coordinator which task a message belongs to.
 
-    Evaluations are immutable and hashable, so they serve as dictionary keys. Spark may evaluate one subtask many times,
-    and several evaluations of it may be live at once.
+    Evaluations are immutable and hashable, so they can be dictionary keys. Spark may evaluate a subtask many times, and
+    several evaluations of one subtask may be live at the same time.
 
     Args:
         id: Identifies the evaluation in the application.
         operator: The operator's name.
         subtask: The partition of the bound dataset that the evaluation works on. None if the binding has no subtasks
-            (`Operator.bind`), and for an empty partition. This is never `TaskContext.partitionId`.
+            (`Operator.bind`), and for an empty partition. It may differ from `TaskContext.partitionId`.
         attempt: Spark's `taskAttemptId`.
         attempt_number: The number of earlier attempts at the task in its stage attempt.
         stage: The id of the task's stage.

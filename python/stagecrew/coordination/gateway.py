@@ -20,9 +20,10 @@ _log = logging.getLogger("stagecrew")
 
 
 class Gateway:
-    """Sends events to one evaluation, and to no other. Another attempt has another gateway.
+    """Sends events to one evaluation, and to no other. Each evaluation has a gateway of its own.
 
-    A coordinator receives it in `Coordinator.ready`. Every method may be called from any thread, and none waits.
+    A coordinator receives the gateway in `Coordinator.ready`. Every method may be called from any thread, and none
+    waits.
 
     No event is lost silently. An event is acknowledged when it is in the evaluation's mailbox. If the acknowledgement
     does not arrive within `spark.stagecrew.ack.timeout`, or the mailbox is full, the attempt fails and Spark retries
@@ -30,8 +31,8 @@ class Gateway:
     were sent after the coordinator's cut are held back until the checkpoint ends.
 
     Args:
-        evaluation: The evaluation; also an attribute of the gateway.
-        limit: The largest serialized event in bytes.
+        evaluation: The evaluation. It is also an attribute of the gateway.
+        limit: The maximum size of a serialized event, in bytes.
         deadline: Returns the time by which an event that is sent now must be acknowledged.
         dirty: Called with the gateway when it has frames to send.
 
@@ -70,7 +71,7 @@ class Gateway:
     def send(self, event: Any) -> None:
         """Sends an event. Events that one thread sends arrive in order.
 
-        If the evaluation has ended, the event is dropped. `send_acknowledged` reports that; this method does not.
+        If the evaluation has ended, the event is dropped. `send_acknowledged` reports this, but `send` does not.
 
         Args:
             event: Any object that cloudpickle can pickle; `bytes` are sent unchanged.
@@ -91,8 +92,8 @@ class Gateway:
 
         Returns:
             The future. Its result is None. Its exception is `EvaluationEnded` if the evaluation ended first. An event
-            that was sent cannot be recalled, so `cancel()` does nothing. Callbacks run on the thread that reads
-            acknowledgements, and must be short.
+            that was sent cannot be recalled, so `cancel()` does nothing. Callbacks usually run on the thread
+            that reads acknowledgements, and must be short.
 
         Raises:
             EventRejected: The event cannot be pickled.
@@ -131,13 +132,14 @@ class Gateway:
     def _ended(self, reason: str) -> EvaluationEnded:
         return EvaluationEnded(f"{self.evaluation} has ended: {reason}")
 
-    # -- For the host; not for coordinators
+    # -- Called by stagecrew, not by coordinators
 
     def hold(self) -> Future[None] | None:
         """Makes the cut of a checkpoint: events that are sent from now on are held back.
 
         Returns:
-            A future that completes when every event that was sent before is acknowledged. None if all of them are.
+            A future that completes when every event that was sent before the cut is acknowledged. None if all of these
+            events already are.
         """
         with self._lock:
             return self._outbox.hold()
@@ -152,7 +154,7 @@ class Gateway:
         """Takes the next frame to send.
 
         Returns:
-            The encoded frame, or None if nothing waits.
+            The encoded frame, or None if there is nothing to send.
         """
         with self._lock:
             found = self._outbox.take()
@@ -162,10 +164,10 @@ class Gateway:
         return encode("EVENTS", evaluation=self.evaluation.id, first=first, payloads=events)
 
     def acknowledge(self, sequence: int) -> float | None:
-        """Acknowledges events: they are in the mailbox.
+        """Records that events are in the mailbox.
 
         Args:
-            sequence: The sequence number of the last of them.
+            sequence: The sequence number of the last event that is in the mailbox.
 
         Returns:
             The deadline of the oldest event that this call acknowledged. None if it acknowledged none.
@@ -180,7 +182,7 @@ class Gateway:
 
     @property
     def sent(self) -> int:
-        """The number of events that were sent."""
+        """The number of events that the coordinator sent, including those that are held back."""
         with self._lock:
             return self._outbox.added - self._closed
 
@@ -213,7 +215,7 @@ def _running_future() -> Future[None]:
 
 
 def _complete(future: Future[None], error: BaseException | None = None) -> None:
-    """Completes a future. An error of a callback is logged, so that the futures after it complete too."""
+    """Completes a future. Logs an error raised by a callback, so that the caller can complete further futures."""
     try:
         if error is None:
             future.set_result(None)
@@ -221,5 +223,6 @@ def _complete(future: Future[None], error: BaseException | None = None) -> None:
             future.set_exception(error)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # a callback may raise SystemExit or CancelledError; the user may have completed the future
+    # A callback may raise SystemExit or asyncio's CancelledError, and the user may have completed the future.
+    except BaseException:
         _log.exception("could not complete the future of an event, or one of its callbacks failed")

@@ -27,8 +27,9 @@ __all__ = ["Host"]
 class Host:
     """Serves every binding of the session.
 
-    Frames arrive on one thread, in the order of each executor. One lock guards the state of the host. While it is held,
-    no user code is called and nothing is sent: loops call the coordinators, and frames are enqueued.
+    Frames arrive on one thread at a time, and those of an executor arrive in the order in which it sent them. One lock
+    guards the state of the host. While the lock is held, no user code is called and nothing is sent: calls of
+    coordinators and frames for executors are only enqueued.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Host:
         """Stops serving the binding. Its live evaluations are aborted for this reason."""
         with self._lock:
             if self._liveness.stop_serving(binding, reason) and binding.statistics.is_failed:
-                self._ended_early.append(binding)  # reported soon, although its topology may continue
+                self._ended_early.append(binding)  # reported with the next frame, even if its topology continues
             detached = self._liveness.detach(binding)
             pending, binding.pending = binding.pending, None
         if pending is not None:
@@ -115,19 +116,19 @@ class Host:
     def statistics(self) -> bytes | None:
         """A frame for the driver's JVM with the statistics that changed since the last frame, or None if none did."""
         with self._lock:
-            due = (*self._reporter.due(), *self._ended_early)
+            due = (*self._reporter.take_due(), *self._ended_early)
             bindings = [(binding, list(binding.live.values())) for binding in due]
             self._ended_early.clear()
         return self._reporter.frame(bindings)
 
     def ended(self, binding: Binding) -> None:
-        """Records that the binding has closed before its topology ends."""
+        """Records that the binding has closed before the end of its topology."""
         with self._lock:
             binding.statistics.is_closed = True
             self._ended_early.append(binding)
 
     def last_statistics(self, owner: str, bindings: list[Binding]) -> bytes | None:
-        """A frame with the final statistics of a topology's bindings, which have closed."""
+        """A frame with the final statistics of a topology's closed bindings, or None if nothing is left to report."""
         with self._lock:
             bindings = [*(binding for binding in self._ended_early if binding.owner.id == owner), *bindings]
             self._ended_early = [binding for binding in self._ended_early if binding.owner.id != owner]
@@ -148,7 +149,7 @@ class Host:
         self._liveness.end_executor(executor, reason)
 
     def broken(self, reason: str) -> None:
-        """Handles a broken connection to the executors: fails every topology with operators."""
+        """Handles a broken connection to the executors: fails every topology that has bindings."""
         with self._lock:
             self._broken = reason
             owners = {id(binding.owner): binding.owner for binding in self._liveness.bindings.values()}
@@ -160,7 +161,7 @@ class Host:
         return self._liveness.next_deadline()
 
     def expire(self) -> None:
-        """Fails the attempts whose executor did not acknowledge an event in time. Call it only if no frame arrived."""
+        """Fails attempts whose executor did not acknowledge an event in time. Call this only if no frame arrived."""
         if self._liveness.expire():
             self.transport.flush()
 
@@ -185,7 +186,7 @@ class Host:
             if self._delivery.finish(live, frame["sequence"]):
                 self._liveness.end(id_, frame["outcome"], frame["reason"])
         elif frame.kind == "CREDIT":
-            instance.loop.call(self._delivery.report_handled, live)  # after the messages that it sent before
+            instance.loop.call(self._delivery.report_handled, live)  # after the messages that the task sent before
         elif frame.kind == "ACCEPTED":
             if (due := live.gateway.acknowledge(frame["sequence"])) is not None:
                 binding.statistics.acknowledgements.add(self._clock() - due + self._ack_timeout)

@@ -55,7 +55,7 @@ class Summary(NamedTuple):
 
 
 _NO_SUMMARY: Final = Summary(Coordinator.kind, "", {})
-#: Guards the `_unfinished` of all instances. Each instance holds it only for a moment.
+#: Guards `_unfinished` in all instances. Each instance holds the lock only for a moment.
 _unfinished_lock: Final = threading.Lock()
 
 
@@ -80,11 +80,11 @@ class Instance:
         self.context = CoordinatorContext(use.operator, owner.name, owner.store, threads.async_calls)
         self.coordinator: Coordinator | None = None
         self.summary = _NO_SUMMARY
-        #: The time when a new summary was requested, or None after the summary was updated.
+        #: The time when a new summary was requested, or None if none is requested.
         self.summary_requested_at: float | None = None
-        #: The last value of `Coordinator.progress`.
+        #: The last value that `Coordinator.progress` returned.
         self._own_progress: Mapping[str, Any] = NO_PROGRESS
-        #: Live evaluations, and ended ones whose messages and end are still enqueued. None instead of an empty dict.
+        #: Live evaluations, and ended ones whose messages or end are still enqueued. None instead of an empty dict.
         self._unfinished: dict[int, LiveEvaluation] | None = None
         self._is_failure_logged = False
         self.loop = threads.loop(use.operator, self._failed, owner)
@@ -92,7 +92,7 @@ class Instance:
     # -- Begin
 
     def make(self, checkpoint_id: int = NO_CHECKPOINT, state: bytes | None = None) -> None:
-        """Calls the factory, on the calling thread, and restores the coordinator."""
+        """Calls the factory, on the calling thread, and restores the coordinator if there is a checkpoint."""
         made: object = self._use.factory(self.context)
         if not isinstance(made, Coordinator):
             raise OperatorMisused(
@@ -107,12 +107,12 @@ class Instance:
             self.coordinator.reset_to_checkpoint(checkpoint_id, state)
 
     def begin(self) -> None:
-        """Starts the coordinator when the session is running."""
+        """Starts the coordinator. Called once the session is running."""
         self.context.initialise(self)
         self.call("start")
 
     def take_over(self, old: Instance, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
-        """Starts the coordinator from a checkpoint after the old instance has closed. The first call of the loop."""
+        """Creates and starts the coordinator, after the old instance has closed. Must be the first call on the loop."""
         if not old.loop.end(seconds):
             _log.warning(
                 "the coordinator of operator %r did not close within %g s; the new coordinator starts now",
@@ -128,14 +128,14 @@ class Instance:
     # -- Calls
 
     def call(self, method: str, *args: Any) -> None:
-        """Enqueues a call of one of the coordinator's methods."""
+        """Enqueues a call to one of the coordinator's methods."""
         self.enqueue(self._call, method, args)
 
     def enqueue(self, f: Callable[..., Any], *args: Any) -> None:
         """Enqueues a call that may change the coordinator's state."""
         self.loop.call(f, *args)
-        # In this order, a checkpoint between the two lines may cause a superfluous call of checkpoint(), but never a
-        # missing one.
+        # The order matters: a checkpoint between the two lines may call checkpoint() once too often, but never misses a
+        # change.
         self._use.mark_changed()
 
     def _call(self, method: str, args: tuple[Any, ...]) -> None:
@@ -163,7 +163,7 @@ class Instance:
         self.call("ready", live.evaluation, live.gateway)
 
     def end(self, live: LiveEvaluation, outcome: str, *reason: str) -> None:
-        """Notifies the coordinator that an evaluation has `finished`, `failed` or was `abandoned`."""
+        """Notifies the coordinator that an evaluation ended. `outcome` is `finished`, `failed` or `abandoned`."""
         self.call(outcome, live.evaluation, *reason)
         self.loop.call(self._forget, live.evaluation.id)
 
@@ -183,9 +183,9 @@ class Instance:
     # -- Checkpoints
 
     def checkpoint(self, pending: PendingCheckpoint, cut: Callable[[PendingCheckpoint, bytes | None], None]) -> None:
-        """Requests the coordinator's state, on its loop. Makes the cut when the coordinator delivers the state."""
+        """Requests the coordinator's state, on its loop. Makes the cut when the coordinator provides the state."""
         if self.context.state == "closed" or self.coordinator is None:
-            return  # closing or resetting the binding has failed the checkpoint
+            return  # the checkpoint failed when the binding was closed or reset
         set_current_evaluation(None)
 
         def complete(done: Future[bytes | None]) -> None:
@@ -202,12 +202,12 @@ class Instance:
                 cut(pending, check_state(state, self._use.operator))
         except BaseException as error:
             pending.fail(error)
-            raise  # fails the topology, as in every method
+            raise  # this fails the topology, as an exception in any other method does
 
     def notify(self, method: str, checkpoint_id: int) -> None:
         """Calls `checkpoint_complete` or `checkpoint_aborted` if the coordinator defines it.
 
-        Otherwise nothing is enqueued, because each call marks the state as changed.
+        Otherwise enqueues nothing, because each call marks the state as changed.
         """
         if getattr(type(self.coordinator), method, None) is not getattr(Coordinator, method):
             self.call(method, checkpoint_id)
@@ -220,13 +220,13 @@ class Instance:
         return {**self.context.progress, **self._own_progress}
 
     def request_summary(self, now: float) -> None:
-        """Enqueues an update of `summary`, unless one is enqueued."""
+        """Enqueues an update of `summary`, unless an update is already enqueued."""
         if self.summary_requested_at is None:
             self.summary_requested_at = now
             self.loop.call(self._update_summary)
 
     def _update_summary(self) -> None:
-        """Updates the summary from the coordinator's methods. An invalid value or an exception has no other effect."""
+        """Updates the summary from the coordinator's methods. If one raises, its last value stays."""
         self.summary_requested_at = None
         set_current_evaluation(None)
         coordinator = self.coordinator
@@ -260,7 +260,7 @@ class Instance:
         self.loop.call(self._close)
 
     def finish(self) -> None:
-        """Closes the coordinator. This is the last call of the loop, so all earlier messages were handled."""
+        """Closes the coordinator. Must be the last call on the loop, so that all earlier messages have been handled."""
         self._update_summary()
         self.context.close()
         self._close()
@@ -277,6 +277,6 @@ class Instance:
 
     def _failed(self, error: BaseException) -> None:
         if self.context.state == "closed":  # an error during the close does not fail the topology
-            _log.warning("the coordinator of operator %r failed while it closed", self._use.operator, exc_info=error)
+            _log.warning("the coordinator of operator %r failed while closing", self._use.operator, exc_info=error)
         else:
             self.fail(error)

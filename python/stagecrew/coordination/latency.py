@@ -1,4 +1,4 @@
-"""Latency histograms: percentiles of any number of durations in bounded memory. No Spark, threads or clock."""
+"""Latency histograms: percentiles of any number of durations in bounded memory. No Spark, no threads, no clock."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Final
 
 __all__ = ["LatencyHistogram"]
 
-#: The largest duration, in microseconds: about twelve days. Longer ones count as this.
+#: The largest duration, in microseconds: about twelve days. Longer durations are counted as this one.
 _LONGEST: Final = 1 << 40
 #: The number of durations that may wait to be sorted into buckets.
 _NEW: Final = 4096
 
 
 class LatencyHistogram:
-    """Counts durations in buckets. Safe from any thread.
+    """Counts durations in buckets. Thread-safe.
 
-    A percentile is that of the nearest rank, with an error of at most 1/64 (1.6 %), or of half a microsecond below 64
-    microseconds. The maximum is exact.
+    Percentiles are computed by the nearest-rank method. The error is at most 1/64 (1.6 %), and at most one microsecond
+    below 64 microseconds. The maximum is exact to a microsecond.
     """
 
     __slots__ = ("_buckets", "_count", "_longest", "_new", "sum")
-    #: Shared by all instances, because there may be many. Each holds it only for a moment.
+    #: Shared by all instances, because there may be many. Each instance holds the lock only for a moment.
     _lock = threading.Lock()
 
     def __init__(self) -> None:
-        #: Another histogram that counts these durations too.
+        #: Another histogram, which also counts these durations.
         self.sum: LatencyHistogram | None = None
-        #: Durations that are not sorted in yet. Readers do that, so that adding stays cheap.
+        #: Durations that are not in buckets yet. Readers sort them in, so that adding stays cheap.
         self._new: list[float] | None = None
-        #: Each power of two has 32 buckets of equal width. Below 64, each microsecond has its own.
+        #: Each power of two has 32 buckets of equal width. Below 64, each microsecond has its own bucket.
         self._buckets: dict[int, int] | None = None
         self._count = self._longest = 0
 
@@ -56,7 +56,7 @@ class LatencyHistogram:
             return
         buckets: dict[int, int] = {}
         longest = 0
-        new = self._new[:]  # others may append meanwhile; only the holder of the lock removes
+        new = self._new[:]  # other threads may append in the meantime, but only the lock's holder removes
         del self._new[: len(new)]
         for seconds in new:
             micros = int(seconds * 1e6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Final
 
 from stagecrew.bounded import Bounded
@@ -10,25 +11,28 @@ from stagecrew.coordination.gateway import Gateway
 
 __all__ = ["LiveEvaluation"]
 
-#: The number of replies to keep for each evaluation, so that a request that arrives twice gets the first reply.
+#: How many replies are kept for each evaluation, so that a request that arrives twice gets its first reply again.
 _MAX_REPLIES: Final = 64
 
 
 class LiveEvaluation:
     """One live evaluation.
 
-    The thread that reads frames owns `expected` and `replies`. The coordinator's thread owns the other counters.
+    Only the thread that reads frames changes `expected`. That thread adds requests to `replies`. The coordinator's
+    thread, or any thread that completes a future, adds the replies. So `replies_lock` guards `replies` and
+    `large_reply`. Only the coordinator's thread changes the other counters.
     """
 
     def __init__(self, evaluation: Evaluation, gateway: Gateway, now: float) -> None:
         self.evaluation, self.gateway = evaluation, gateway
-        #: The sequence number of the next message.
+        #: The sequence number of the next message from the task.
         self.expected = 1
-        #: The replies to the last requests by sequence number; None while the coordinator handles the request.
+        self.replies_lock = threading.Lock()
+        #: The replies to the last requests, by sequence number. None while the coordinator is handling the request.
         self.replies: Bounded[int, tuple[str, bytes] | None] = Bounded(_MAX_REPLIES)
         #: The sequence number of the last request with a large reply.
         self.large_reply = 0
-        #: The number of messages that were handled, and the number of which the task was notified.
+        #: The number of messages that were handled, and the number that the task was last notified of.
         self.handled = self.reported = 0
         self.unreported_bytes = 0
         self.reported_at = now

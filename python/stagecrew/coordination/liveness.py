@@ -19,7 +19,7 @@ from stagecrew.wire.frames import Frame, encode
 
 __all__ = ["Liveness"]
 
-#: The number of removed bindings and of ended evaluations to remember.
+#: How many removed bindings and how many ended evaluations are remembered.
 _MAX_REMOVED: Final = 256
 _MAX_ENDED: Final = 4096
 
@@ -27,7 +27,7 @@ _MAX_ENDED: Final = 4096
 class Liveness:
     """Tracks the bindings that are served, and their live evaluations.
 
-    `lock` is the host's lock. It guards this state and that of the bindings. While it is held, no user code is called
+    `lock` is the host's lock. It guards this object and the bindings. While the lock is held, no user code is called
     and nothing is sent: calls of coordinators and frames for executors are only enqueued.
     """
 
@@ -38,7 +38,7 @@ class Liveness:
         self._transport, self._lock, self._limit = transport, lock, limit
         self._ack_timeout, self._clock = ack_timeout, clock
         self._live: dict[int, tuple[Binding, LiveEvaluation]] = {}
-        #: Why bindings are no longer served, for the last ones that were removed.
+        #: For the bindings that were removed last, why they are no longer served.
         self._removed: Bounded[str, str] = Bounded(_MAX_REMOVED)
         self._ended: Bounded[int, None] = Bounded(_MAX_ENDED)
 
@@ -53,7 +53,7 @@ class Liveness:
             return list(dict.fromkeys(binding for binding, _ in self._live.values() if binding.owner is owner))
 
     def find(self, id_: int) -> tuple[Binding, Instance, LiveEvaluation] | None:
-        """A live evaluation, with its binding and the instance that serves it now; None if it is not live."""
+        """A live evaluation, its binding, and the instance that serves it now. None if no such evaluation is live."""
         with self._lock:
             if (known := self._live.get(id_)) is None:
                 return None
@@ -63,7 +63,7 @@ class Liveness:
     # -- Begin and end of evaluations
 
     def begin(self, executor: str, frame: Frame) -> None:
-        """Handles the begin of an evaluation. Calls `subtask_reset` if its subtask begins again, and then `ready`."""
+        """Handles the beginning of an evaluation. Calls `subtask_reset` if its subtask begins again, then `ready`."""
         with self._lock:
             if frame["evaluation"] in self._live or frame["evaluation"] in self._ended:
                 return  # a duplicate, or a frame that arrived after the evaluation's end
@@ -87,7 +87,7 @@ class Liveness:
             binding.seen |= 1 << subtask
         binding.live[evaluation.id] = live
         self._live[evaluation.id] = (binding, live)
-        # The calls are enqueued under the lock, so that an instance receives only evaluations that began under it.
+        # Enqueue the calls under the lock, so that a reset in between cannot pass this evaluation to a new instance.
         if begins_again:
             binding.instance.call("subtask_reset", subtask, NO_CHECKPOINT)
         binding.instance.ready(live)
@@ -96,7 +96,7 @@ class Liveness:
         return self._clock() + self._ack_timeout
 
     def end(self, id_: int, outcome: str, reason: str) -> None:
-        """Handles the end of an evaluation: it `finished`, `failed` or was `abandoned`. Idempotent."""
+        """Handles the end of an evaluation. `outcome` is `finished`, `failed` or `abandoned`. Idempotent."""
         with self._lock:
             known = self._live.pop(id_, None)
             self._ended[id_] = None
@@ -104,7 +104,7 @@ class Liveness:
                 return
             binding, live = known
             binding.live.pop(id_, None)
-            # Use a new dict if it is empty: a dict that had entries keeps its size, and bindings live long.
+            # If the dict is empty, replace it: a dict never shrinks, and bindings live for a long time.
             binding.live = binding.live or {}
             binding.statistics.count(outcome)
             binding.instance.end(live, outcome, *([reason] if outcome == "failed" else []))

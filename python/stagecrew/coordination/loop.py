@@ -1,4 +1,4 @@
-"""Calls the methods of one coordinator: one at a time, in order, on any free thread of the pool."""
+"""Calls the methods of one coordinator one at a time, in order, on any free thread of the coordinators' pool."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class CallsInOrder(Protocol):
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is in one of its calls."""
+        """Whether the calling thread is executing one of this loop's calls."""
 
     def end(self, seconds: float) -> bool:
         """Stops accepting calls, and waits at most this long for the enqueued ones. Returns whether all are done."""
 
 
 class Loop:
-    """Executes calls in order, one at a time. Uses a thread of the pool only while it has calls.
+    """Executes calls in order, one at a time. Uses a thread of the pool only while there are calls.
 
-    An exception of a call is passed to `failed`, and the loop continues. `idle` is called whenever the queue is empty.
-    Log records of the calls contain the topology and the operator.
+    An exception raised by a call is passed to `failed`, and the loop continues. `idle` is called whenever the queue
+    becomes empty. Log records that the calls write contain the topology and the operator.
     """
 
     __slots__ = (
@@ -64,13 +64,13 @@ class Loop:
         self._lock = threading.Lock()
         self._calls: list[_Call] = []
         self._is_scheduled = self._closed = False
-        #: The thread that executes its calls now.
+        #: The thread that is executing calls, or None.
         self._thread: int | None = None
         #: One lock for each thread that waits in `end`. They are released when all calls are done.
         self._waiters: tuple[threading.Lock, ...] = ()
 
     def call(self, f: Callable[..., Any], *args: Any) -> None:
-        """Enqueues a call, from any thread. After `end` it does nothing."""
+        """Enqueues a call. Thread-safe. Has no effect after `end`."""
         with self._lock:
             if self._closed:
                 return
@@ -82,11 +82,11 @@ class Loop:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is in one of its calls."""
+        """Whether the calling thread is executing one of this loop's calls."""
         return threading.get_ident() == self._thread
 
     def end(self, seconds: float) -> bool:
-        """See `CallsInOrder`. Inside a call of this loop, returns False at once."""
+        """See `CallsInOrder`. Returns False immediately if called from one of this loop's own calls."""
         with self._lock:
             self._closed = True
             if not self._is_scheduled:
@@ -99,7 +99,7 @@ class Loop:
         return waiter.acquire(timeout=max(0.0, seconds))
 
     def _run(self) -> None:
-        """Executes the enqueued calls, on a thread of the pool. Calls that arrive meanwhile wait for the next run."""
+        """Executes the enqueued calls, on a thread of the pool. Later calls wait for the next run."""
         with self._lock:
             calls, self._calls = self._calls, []
         self._thread = threading.get_ident()

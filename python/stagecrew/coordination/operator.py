@@ -1,4 +1,4 @@
-"""Operators: named places in a dataset's plan whose tasks talk to one coordinator."""
+"""Operators: named places in a dataset's plan whose tasks exchange messages with one coordinator."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ R = TypeVar("R")
 
 
 class Scope(Protocol):
-    """The topology of an operator, or the application."""
+    """The topology that an operator belongs to, or the application."""
 
     name: str
     operators: Operators
 
     @property
     def is_active(self) -> bool:
-        """Whether new work may begin in it."""
+        """Whether new work may begin in this scope."""
 
     def host(self) -> Host:
-        """The host that serves its coordinators."""
+        """The host that serves the coordinators of this scope."""
 
     @property
     def request_timeout(self) -> float:
@@ -44,17 +44,17 @@ class Scope(Protocol):
 
 
 class Operator:
-    """A named place in a plan whose tasks talk to a coordinator. Each use on a dataset has its own coordinator.
+    """A named place in a plan whose tasks exchange messages with a coordinator. Each use has its own coordinator.
 
     `Topology.coordinate` creates an operator, and `Crew.operator` returns an operator of the application. When an
-    operator is bound to a dataset, the factory creates the coordinator. It is closed when the topology ends.
+    operator is bound to a dataset, the factory creates a coordinator, which is closed when the topology ends.
 
     Args:
         scope: The topology, or the application.
         name: The operator's name.
         factory: Creates a coordinator from its `CoordinatorContext`.
-        use: The name of a use in another thread, for operators that are used once.
-        is_transient: Whether the uses have no state and end with `end`.
+        use: For operators that are used once: the name of the use if it is in a thread that did not begin the place.
+        is_transient: Whether the uses have no state, and end when `end` is called.
 
     Examples:
         # Counts the rows of all tasks together.
@@ -73,7 +73,7 @@ class Operator:
             counter = topology.coordinate("counter", Counter)
             counter.map(dataset, count, "so_far long").collect()
 
-    Not promised: two uses of one operator do not share a coordinator. They share `context.store`.
+    Not promised: a common coordinator. Two uses of one operator have two coordinators, which share `context.store`.
     """
 
     def __init__(
@@ -99,24 +99,24 @@ class Operator:
     ) -> DataFrame:
         """Maps a dataset like `mapInArrow`, with a function that also receives a gateway to the coordinator.
 
-        Each partition of the dataset is a subtask. It keeps its number through `coalesce`, unions, joins, caches and
-        retries. The evaluation of an empty partition has no subtask. Run the dataset's actions inside the topology.
+        Each partition of the dataset is a subtask. A subtask keeps its number through `coalesce`, unions, joins, caches
+        and retries. The evaluation of an empty partition has no subtask. Run the dataset's actions inside the topology.
 
         Args:
             dataset: The dataset.
             work: Called as `work(gateway, batches)`. It yields the batches of the result.
             schema: The schema of the result.
-            name: Identifies this use after a recovery. The default is its position in the program: the steps and
-                topologies around it, and its ordinal among the uses of the operator there. The use needs a name
-                in a thread that did not begin the place, and in `foreachBatch` outside of `job.batch`.
+            name: Identifies this use after a recovery. The default is the position of the use in the program: the steps
+                and topologies around it, and its ordinal among the uses of the operator there. A name is required in a
+                thread that did not begin the place, and in `foreachBatch` outside of `job.batch`.
 
         Returns:
             The mapped dataset.
 
         Raises:
             OperatorMisused: `dataset` is not a DataFrame, `work` is not callable, the name is taken in this place, or
-                the use needs a name.
-            TopologyError: The topology does not run.
+                the use needs a name and has none.
+            TopologyError: The topology is not running.
             CoordinatorFailed: A coordinator of the topology has failed.
         """
         from pyspark.sql import functions as f
@@ -132,10 +132,10 @@ class Operator:
         return dataset.withColumn(SUBTASK, f.spark_partition_id()).mapInArrow(mapped, schema)
 
     def bind(self, work: Callable[..., R], name: str | None = None) -> Callable[..., R]:
-        """Binds a function for every other entry point of PySpark: UDFs, `applyInPandas`, RDDs.
+        """Binds a function for all other entry points of PySpark, such as UDFs, `applyInPandas` and RDDs.
 
-        Its evaluations have no subtask, so nothing is reset or replayed. If the function returns an iterator
-        (`mapInPandas`, `mapPartitions`), the whole iteration is one evaluation; otherwise each call is one.
+        Its evaluations have no subtask, so `subtask_reset` is never called. If the function returns an iterator
+        (`mapInPandas`, `mapPartitions`), the whole iteration is one evaluation; otherwise each call is an evaluation.
 
         Use the function for one dataset. If a second DataFrame or RDD is created with it, this raises
         `OperatorMisused`. UDFs are not checked, because a UDF does not belong to a dataset.
@@ -148,8 +148,9 @@ class Operator:
             The function without its first parameter.
 
         Raises:
-            OperatorMisused: `work` is not callable, the name is taken in this place, or the use needs a name.
-            TopologyError: The topology does not run.
+            OperatorMisused: `work` is not callable, the name is taken in this place, or the use needs a name and has
+                none.
+            TopologyError: The topology is not running.
             CoordinatorFailed: A coordinator of the topology has failed.
         """
         return BoundFunction(self.bound(work, subtask=None, name=name), work)
@@ -161,7 +162,7 @@ class Operator:
         self._transient.clear()
 
     def bound(self, work: Any, subtask: str | None, name: str | None = None) -> Bound:
-        """Adds a use of the operator. For operators of this package; users call `map` or `bind`.
+        """Adds a use of the operator. stagecrew's own operators call this method; users call `map` or `bind`.
 
         Args:
             work: The function that will be bound.
@@ -173,7 +174,7 @@ class Operator:
 
         Raises:
             OperatorMisused: As for `bind`.
-            TopologyError: The topology does not run.
+            TopologyError: The topology is not running.
             CoordinatorFailed: A coordinator of the topology has failed.
         """
         if not callable(work):
@@ -183,7 +184,7 @@ class Operator:
         scope = self._scope
         if not scope.is_active:
             raise TopologyError(
-                f"operator {self.name!r} belongs to {scope!r}, which does not run; bind it inside the `with`"
+                f"operator {self.name!r} belongs to {scope!r}, which is not running; bind it inside the `with`"
             )
         host = scope.host()
         if self._is_transient:

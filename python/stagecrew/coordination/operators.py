@@ -27,7 +27,7 @@ __all__ = ["COMMIT", "Factory", "Operators"]
 
 _log = logging.getLogger("stagecrew")
 
-#: The number of ended uses whose progress is kept.
+#: How many uses that ended before their topology keep their progress.
 _MAX_ENDED: Final = 100
 
 Factory = Callable[["CoordinatorContext"], Coordinator]
@@ -41,13 +41,13 @@ class Scope(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """Whether new work may begin in the topology."""
+        """Whether new work may begin in this scope."""
 
     def cancel_failed(self, cause: BaseException) -> None:
         """Cancels the topology's jobs because a coordinator failed, without waiting for them."""
 
     def streaming_query(self) -> QueryCheck | None:
-        """Returns a check whether the streaming query that called this thread still runs, or None in other threads."""
+        """Returns a check of whether the streaming query that called this thread is still running; None without one."""
 
 
 class Operators:
@@ -63,15 +63,15 @@ class Operators:
         self._scope, self._close_timeout, self._threads = scope, close_timeout, threads or Threads()
         self.name, self.id = scope.name, scope.id
         self.store: dict[str, Any] = {}
-        #: The first failure of a coordinator.
+        #: The first failure of a coordinator, or None.
         self.cause: BaseException | None = None
         self._lock = threading.Lock()
         self._host: Host | None = None
         self._table = BindingTable(uses)
-        #: Bindings whose coordinators were called since their states were taken.
+        #: Bindings whose coordinators were called, or reported something, since their states were taken.
         self.changed: dict[Binding, None] = {}
         self._checkpoints = TopologyCheckpoints(self, self._table, self.changed, self._lock, self._threads)
-        #: Bindings that ended with the topology, and the progress of the last ones that ended before.
+        #: Bindings that ended with the topology, and the progress of the last uses that ended before it.
         self._ended: list[Binding] = []
         self._past_progress: Bounded[str, dict[str, Any]] = Bounded(_MAX_ENDED)
         self._closing = self._closed = False
@@ -88,9 +88,10 @@ class Operators:
             self._table.reserve(name, self.name)
 
     def prepare(self, name: str, factory: Factory, restored: Checkpoint = NOTHING) -> None:
-        """Creates the coordinators of an operator before the session runs.
+        """Creates the coordinators of an operator before the session is running.
 
-        Creates one for each state of the operator in the checkpoint, or a single one without a state.
+        Creates a coordinator for each state of the operator in the checkpoint. If there is no such state, creates one
+        coordinator without a state.
         """
         self.name_operator(name)
         self._checkpoints.last_id = max(self._checkpoints.last_id, restored.id)
@@ -98,7 +99,7 @@ class Operators:
             self._table.prepared[key] = self._make(key, name, factory, *restored.of(key))
 
     def begin(self, host: Host) -> None:
-        """Starts the prepared coordinators when the session is running."""
+        """Starts the prepared coordinators. Called once the session is running."""
         with self._lock:
             self._host = host
             prepared = list(self._table.prepared.values())
@@ -122,7 +123,7 @@ class Operators:
 
         Raises:
             CoordinatorFailed: A coordinator of the topology has failed.
-            OperatorMisused: The use needs a name, or its name is taken.
+            OperatorMisused: The use needs a name and has none, or its name is taken.
         """
         self.raise_failure()
         with self._lock:
@@ -159,10 +160,10 @@ class Operators:
         return self._serve(binding, host)
 
     def used_by_another_thread(self, place: Place) -> str | None:
-        """Returns an operator that a live thread other than the place's owners uses in this place, or None.
+        """Returns an operator that a live thread, other than the owners of this place, uses in it. Otherwise, None.
 
-        A use in a batch of a streaming query counts only while the query runs, because Spark keeps the Python threads
-        of ended queries.
+        A use in a batch of a streaming query counts only while the query is running, because Spark keeps the Python
+        threads of ended queries.
         """
         with self._lock:
             found = self._table.of_other_threads(place)
@@ -195,7 +196,7 @@ class Operators:
     # -- Failures and idleness, as `Owner` of the instances
 
     def fail(self, cause: BaseException) -> None:
-        """Fails the topology, once, and cancels its jobs. Thread-safe. No effect after the coordinators have closed."""
+        """Fails the topology and cancels its jobs. Only the first call before the end has an effect. Thread-safe."""
         with self._lock:
             first, late = self.cause is None, self._closed
             if first and not late:
@@ -209,7 +210,7 @@ class Operators:
         if closing:
             return  # no job of the topology is running
         # Cancel the jobs first, so that Spark does not retry the attempts that fail when their bindings are removed.
-        # Removing a binding ends its waiting tasks at once, and prevents new evaluations.
+        # Removing a binding immediately fails its waiting tasks, and prevents new evaluations.
         self._scope.cancel_failed(cause)
         if host is not None:
             for binding in bindings:
@@ -227,7 +228,7 @@ class Operators:
         return f"topology {self.name!r} failed: {_short(self.cause)}"
 
     def idle(self) -> None:
-        """Sends the frames that are enqueued."""
+        """Sends the enqueued frames. Called when a coordinator has no more calls to make."""
         if (host := self._host) is not None:
             host.transport.flush()
 
@@ -239,7 +240,7 @@ class Operators:
         return self._checkpoints.take(checkpoint_id, timeout, self._host)
 
     def reset(self, checkpoint: Checkpoint | None) -> None:
-        """See `Topology.reset`. Uses that the program reaches later are also restored from the checkpoint."""
+        """See `Topology.reset`. Uses that the program reaches only later are also restored from the checkpoint."""
         self.raise_failure()
         restored = checkpoint or NOTHING
         with self._lock:
@@ -260,7 +261,7 @@ class Operators:
         return past | {binding.key: binding.instance.progress for binding in bindings}
 
     def last_statistics(self) -> bytes | None:
-        """A frame with the final statistics of the closed coordinators, or None if there are none."""
+        """A frame with the final statistics of the closed coordinators, or None if nothing is left to report."""
         with self._lock:
             host, bindings = self._host, self._ended
         return None if host is None else host.last_statistics(self.id, bindings)
@@ -268,7 +269,7 @@ class Operators:
     # -- End
 
     def forget(self, place: Place) -> None:
-        """Ends the uses in a place and drops their states, when the place has ended or before it is executed again."""
+        """Ends the uses in a place and drops their states. Called when it has ended, or before it is executed again."""
         with self._lock:
             ended = self._table.forget(place)
         self._end_early(ended, f"{place!r} has ended, or is executed again")
@@ -280,7 +281,7 @@ class Operators:
         self._end_early(ended, "its use has ended")
 
     def close(self, reason: str) -> None:
-        """Closes all coordinators, each within the close timeout, and aborts live evaluations. Idempotent."""
+        """Closes all coordinators, all within one close timeout, and aborts live evaluations. Idempotent."""
         with self._lock:
             host = self._host
             self._closing = True

@@ -14,24 +14,24 @@ class Outbox:
     """A pure state machine that numbers events, matches acknowledgements, and holds events back for a checkpoint.
 
     Events have the sequence numbers 1, 2, 3, and so on. An acknowledgement covers all events up to its number, and may
-    arrive twice, late or never. Events that are added while the outbox is held get their numbers when it is released.
-    The gateway's lock guards it.
+    arrive twice, late or never. Events that are added between `hold` and `release` get their numbers in `release`. The
+    gateway's lock guards the outbox.
     """
 
     def __init__(self) -> None:
-        #: The number of events that were added.
+        #: The number of events that were added, including those that are held back.
         self.added = 0
         self._taken = 0
         self._acknowledged = 0
         self._unsent: collections.deque[bytes] = collections.deque()
         #: The acknowledgement deadline of each unacknowledged event, oldest first.
         self._deadlines: collections.deque[float] = collections.deque()
-        #: Futures that wait for the acknowledgement of a sequence number. Most events have none.
+        #: Sequence numbers, and the futures that wait for their acknowledgement. Most events have no future.
         self._futures: collections.deque[tuple[int, Future[None]]] = collections.deque()
         self._held: list[tuple[bytes, Future[None] | None]] | None = None
 
     def add(self, payload: bytes, deadline: float, future: Future[None] | None = None) -> None:
-        """Adds an event. `acknowledge` returns the future, if there is one, when the event is acknowledged."""
+        """Adds an event. When the event is acknowledged, `acknowledge` returns its future."""
         self.added += 1
         if self._held is None:
             self._queue(payload, deadline, future)
@@ -41,7 +41,7 @@ class Outbox:
     def hold(self) -> Future[None] | None:
         """Holds back events that are added from now on.
 
-        Returns a future for the acknowledgement of all earlier events, or None if every one is acknowledged.
+        Returns a future for the acknowledgement of all earlier events, or None if all of them are acknowledged.
         """
         if self._held is None:
             self._held = []
@@ -64,7 +64,7 @@ class Outbox:
             self._futures.append((self._taken + len(self._unsent), future))
 
     def take(self) -> tuple[int, list[bytes]] | None:
-        """The next events to send and the sequence number of the first; about `TOGETHER` bytes, or None if empty."""
+        """Takes about `TOGETHER` bytes of events to send. Returns the first sequence number and the events, or None."""
         if not self._unsent:
             return None
         events: list[bytes] = []
@@ -77,7 +77,7 @@ class Outbox:
         return first, events
 
     def acknowledge(self, sequence: int) -> list[Future[None]]:
-        """All events up to this number are in the evaluation's mailbox. Returns the futures that waited for them."""
+        """Records that all events up to this number are in the mailbox. Returns the futures that waited for them."""
         sequence = min(sequence, self._taken)
         while self._acknowledged < sequence:
             self._acknowledged += 1
@@ -89,7 +89,7 @@ class Outbox:
 
     @property
     def unacknowledged(self) -> int:
-        """The number of events that were not held back and are not acknowledged."""
+        """The number of events that are neither held back nor acknowledged."""
         return len(self._deadlines)
 
     @property
@@ -98,7 +98,7 @@ class Outbox:
         return self._deadlines[0] if self._deadlines else None
 
     def clear(self) -> list[Future[None]]:
-        """Drops every event, because none will be acknowledged. Returns the futures that still wait."""
+        """Drops every event, because none will be acknowledged. Returns the futures that are still waiting."""
         futures = [future for _, future in self._futures]
         futures += [future for _, future in self._held or () if future is not None]
         self._futures.clear()

@@ -18,7 +18,7 @@ _log = logging.getLogger("stagecrew")
 
 #: A thread without work ends after this many seconds.
 _IDLE: Final = 5.0
-#: Beyond its prompt threads, the pool makes another thread when no task has begun for this many seconds.
+#: Beyond `prompt` threads, the pool starts another thread if a task waits and no task has begun for this many seconds.
 _GROWTH_DELAY: Final = 0.02
 
 
@@ -26,29 +26,29 @@ class Reader(Protocol):
     """A source of frames for idle threads of the pool. The thread that reads a request also handles it."""
 
     def read(self, until: Callable[[], bool]) -> bool:
-        """Reads on the calling thread until the condition holds. Returns False at once when another thread reads."""
+        """Reads on the calling thread until the condition holds. Returns False at once if another thread is reading."""
 
     def wake(self) -> None:
         """Makes the reading thread check its condition."""
 
 
 class Timers:
-    """Calls short functions later, on one daemon thread. The thread ends when no timer is left."""
+    """Calls short functions later, on one daemon thread. The thread ends soon after the last timer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._changed = threading.Condition()
         self._due: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
-        self._runs = False
+        self._is_running = False
 
     def later(self, seconds: float, f: Callable[[], None]) -> Timer:
         """Calls a function after this time, unless the timer is cancelled."""
         timer = Timer(f)
         with self._changed:
             heapq.heappush(self._due, (self._clock() + seconds, next(self._numbers), timer))
-            if not self._runs:
-                self._runs = True
+            if not self._is_running:
+                self._is_running = True
                 threading.Thread(target=self._run, name="stagecrew-timers", daemon=True).start()
             elif self._due[0][2] is timer:
                 self._changed.notify()
@@ -60,7 +60,7 @@ class Timers:
                 while self._due and self._due[0][2].f is None:
                     heapq.heappop(self._due)
                 if not self._due and not self._changed.wait_for(lambda: self._due, _IDLE):
-                    self._runs = False
+                    self._is_running = False
                     return
                 if self._due[0][2].f is not None and (pause := self._due[0][0] - self._clock()) > 0:
                     self._changed.wait(pause)
@@ -75,7 +75,7 @@ class Timers:
 
 
 class Timer:
-    """One later call."""
+    """A function that will be called later."""
 
     __slots__ = ("f",)
 
@@ -88,18 +88,18 @@ class Timer:
 
 
 class Pool:
-    """Daemon threads that run tasks in the order in which they are submitted, several at a time.
+    """Daemon threads that begin tasks in the order in which they were submitted, and run several at a time.
 
-    Up to `prompt` threads are made at once when a task has no thread. More are made only while a task waits and all
-    threads are blocked. So a task that never returns delays other tasks a little, but never stops them. Idle threads
-    end. No task keeps the process alive.
+    While there are fewer than `prompt` threads, a task without an idle thread gets a new thread immediately. More
+    threads are started only while a task waits and no thread begins one. So a task that never returns delays other
+    tasks a little, but never stops them. Idle threads end. No task keeps the process alive.
     """
 
     def __init__(self, name: str, timers: Timers, prompt: float = math.inf) -> None:
         self._name, self._timers, self._prompt = name, timers, prompt
         self._lock = threading.Lock()
         self._ready: collections.deque[Callable[[], None]] = collections.deque()
-        #: One lock for each idle thread, which waits to acquire it. The thread that became idle last is woken first.
+        #: For each idle thread, the lock that it waits to acquire. The thread that became idle last is woken first.
         self._gates: list[threading.Lock] = []
         self._threads = 0
         self._numbers = itertools.count(1)
@@ -107,27 +107,27 @@ class Pool:
         #: The number of tasks that have begun.
         self._begun = 0
         self._reader: Reader | None = None
-        #: The thread that reads, and whether it was woken.
-        self._reads: int | None = None
+        #: The thread that is reading, and whether it was woken.
+        self._reading_thread: int | None = None
         self._is_woken = False
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Runs a task on one of the threads; may be called from any thread. An exception is logged."""
+        """Runs a task on one of the pool's threads. An exception that it raises is logged. Thread-safe."""
         gate: threading.Lock | None = None
         reader: Reader | None = None
         is_new = False
         with self._lock:
             self._ready.append(task)
             me = threading.get_ident()
-            if self._reads == me and len(self._ready) == 1:
-                return  # the calling thread reads, and runs the task when it has read
+            if self._reading_thread == me and len(self._ready) == 1:
+                return  # the calling thread is the reader, and will run the task itself
             if self._gates:
                 gate = self._gates.pop()
-            elif self._reads not in (None, me) and not self._is_woken:
+            elif self._reading_thread not in (None, me) and not self._is_woken:
                 self._is_woken = True
                 reader = self._reader
             else:
-                is_new = self._may_grow()
+                is_new = self._reserve_thread()
         if gate is not None:
             gate.release()
         elif reader is not None:
@@ -142,7 +142,7 @@ class Pool:
         if before is not None:
             before.wake()
         if reader is not None:
-            self.submit(_nothing)  # wakes or makes a thread, which then reads
+            self.submit(_nothing)  # wakes or starts a thread, which then reads
 
     def remove_reader(self, reader: Reader) -> None:
         """Stops reading this reader, if it is still the current one."""
@@ -150,8 +150,11 @@ class Pool:
             if self._reader is reader:
                 self._reader = None
 
-    def _may_grow(self) -> bool:
-        """Whether to start a thread for a waiting task at once. The caller holds the lock."""
+    def _reserve_thread(self) -> bool:
+        """Returns whether the caller must start a thread for a waiting task, and counts this thread.
+
+        Otherwise, makes sure that the pool grows later if all threads are blocked. The caller holds the lock.
+        """
         if self._threads < self._prompt:
             self._threads += 1
             return True
@@ -165,7 +168,7 @@ class Pool:
         self._timers.later(_GROWTH_DELAY, lambda: self._grow(begun))
 
     def _grow(self, begun: int) -> None:
-        """Starts another thread if no task has begun since, because all threads are blocked or busy."""
+        """Starts another thread if no task has begun in the meantime, because then all threads are blocked or busy."""
         with self._lock:
             if not self._ready or self._gates:
                 self._is_growing = False
@@ -191,32 +194,32 @@ class Pool:
                 if self._ready:
                     task = self._ready.popleft()
                     self._begun += 1
-                elif self._reader is not None and self._reads is None:
-                    self._reads, self._is_woken = threading.get_ident(), False
+                elif self._reader is not None and self._reading_thread is None:
+                    self._reading_thread, self._is_woken = threading.get_ident(), False
                     reader = self._reader
                 else:
                     self._gates.append(gate)
             if task is not None:
                 _run_logged(task)
-            elif (reader is None or not self._read(reader, gate)) and not self._waited(gate):
+            elif (reader is None or not self._read(reader, gate)) and not self._wait(gate):
                 return
 
     def _read(self, reader: Reader, gate: threading.Lock) -> bool:
-        """Reads until there is a task. Returns False if another thread reads: then this one must wait at its gate."""
+        """Reads until there is a task. Returns False if the calling thread must wait at its gate instead."""
         has_read = False
         try:
             has_read = reader.read(self._has_work)
         except Exception:
             _log.exception("thread pool %s could not read frames", self._name)
         with self._lock:
-            self._reads = None
+            self._reading_thread = None
             if not has_read and not self._ready:
                 self._gates.append(gate)
                 return False
         return True
 
-    def _waited(self, gate: threading.Lock) -> bool:
-        """Waits for a task. Returns False if none arrived for a while: then the thread ends."""
+    def _wait(self, gate: threading.Lock) -> bool:
+        """Waits for a task. Returns False if no task arrived for a while, so that the thread must end."""
         if gate.acquire(timeout=_IDLE):
             return True
         with self._lock:
@@ -224,7 +227,7 @@ class Pool:
                 self._gates.remove(gate)
                 self._threads -= 1
                 return False
-        gate.acquire()  # a task was submitted at the last moment
+        gate.acquire()  # a task was submitted at the last moment, and its submitter releases the gate
         return True
 
 
@@ -236,11 +239,11 @@ def _run_logged(task: Callable[[], None]) -> None:
 
 
 def _nothing() -> None:
-    """A task that only wakes a thread."""
+    """Does nothing. Submitted to wake a thread."""
 
 
 TIMERS: Final = Timers()
-#: Runs coordinators, on up to four threads, and on more while coordinators block.
+#: Runs coordinators, on up to four threads, or on more while coordinators are blocking.
 COORDINATORS: Final = Pool("stagecrew-coordinator", TIMERS, prompt=4)
 #: Runs the functions of `call_async`.
 ASYNC_CALLS: Final = Pool("stagecrew-async", TIMERS)

@@ -1,7 +1,7 @@
 """Positions in a program: the path of steps, batches and topologies that identifies a use of an operator in every run.
 
-The identity of a use never depends on the order in which other places run, or on whether they are skipped. No Spark, no
-store.
+The identity of a use never depends on the order in which other places run, or on whether they are skipped. Uses neither
+Spark nor a store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stagecrew.errors import OperatorMisused
 
 __all__ = ["PLACE", "Place", "ThreadMark", "Uses", "current_place", "operator_of", "this_thread", "unused"]
 
-#: Replaces the ordinal in the key of a coordinator that was created before the session ran and is not used yet.
+#: Replaces the ordinal in the key of a coordinator that was created before the session was running and is not used yet.
 _UNUSED: Final = "unused"
 
 
@@ -28,7 +28,7 @@ class ThreadMark:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread still runs."""
+        """Whether the thread is still running."""
         thread = self._thread()
         return thread is not None and thread.is_alive()
 
@@ -42,11 +42,11 @@ _thread = _Thread()
 
 
 class Place:
-    """One execution of a step, a batch or a topology's `with` statement, or the program itself, which has no parent.
+    """One execution of a step, of a batch or of a topology's `with` statement; or the program itself, without a parent.
 
     The thread that began the place owns it. Only uses by that thread are numbered, because the order of several threads
-    differs from run to run. Steps and batches have unique names. Topologies do not, so a place counts the topologies
-    that begin in it.
+    differs from run to run. Steps and batches have unique names, but topologies need not have, so a place counts the
+    topologies that begin in it.
     """
 
     __slots__ = ("_owner", "_topologies", "ended", "is_ordered", "kind", "name", "parent", "path", "steps")
@@ -54,9 +54,9 @@ class Place:
     def __init__(self, parent: Place | None = None, kind: str = "program", name: str = "") -> None:
         self.parent, self.kind, self.name = parent, kind, name
         self.ended = False
-        #: Whether its path below its parent is the same in every run.
+        #: Whether the last element of the path is the same in every run.
         self.is_ordered = True
-        #: The names of the enclosing steps and batches, outermost first, and its own.
+        #: The names of the enclosing steps and batches, outermost first, followed by the place's own name.
         self.steps: tuple[str, ...] = () if parent is None else parent.steps
         #: For example `step=load/batch=3/topology=daily`.
         self.path: str = "" if parent is None else parent.path
@@ -81,12 +81,12 @@ class Place:
 
     @property
     def is_owned(self) -> bool:
-        """Whether the calling thread began it."""
+        """Whether the calling thread began this place."""
         return self._owner is _thread.mark
 
     @property
     def owners(self) -> set[ThreadMark]:
-        """The threads that began this place and the enclosing ones, and the calling thread."""
+        """The calling thread, and the threads that began this place and the enclosing places."""
         owners = {_thread.mark}
         place: Place | None = self
         while place is not None:
@@ -113,12 +113,12 @@ class Place:
         return True
 
 
-#: The innermost place of this thread. Only `Topology.wrap` copies it; any other new thread is in no place.
+#: The innermost place of this thread. A new thread is in no place, unless `Topology.wrap` copies the place to it.
 PLACE: Final[contextvars.ContextVar[Place | None]] = contextvars.ContextVar("stagecrew_place", default=None)
 
 
 def current_place() -> Place | None:
-    """The innermost place of this thread that has not ended."""
+    """The innermost place of this thread that has not ended, or None."""
     place = PLACE.get()
     while place is not None and place.ended:
         place = place.parent
@@ -131,10 +131,10 @@ def this_thread() -> ThreadMark:
 
 
 class Uses:
-    """Makes the keys for the uses of the operators of one topology, or of the application. Not thread-safe.
+    """Creates the keys of the operators' uses in one topology, or in the application. Not thread-safe.
 
-    A key consists of the path of the place inside the topology, the operator's name, and the use: an ordinal, or the
-    name that the user gave it.
+    A key consists of the path of the place inside the topology, the operator's name, and either the ordinal of the use
+    or the name that the user gave it.
     """
 
     def __init__(self, scope: Place, is_application: bool = False) -> None:
@@ -143,16 +143,16 @@ class Uses:
         self._named: set[str] = set()
 
     def key(self, operator: str, name: str | None = None, otherwise: str | None = None) -> str:
-        """The key of another use in the current place of the calling thread.
+        """Returns the key of a new use in the current place of the calling thread.
 
         Args:
             operator: The operator's name.
             name: The name of the use, if it has one.
-            otherwise: Its name if the order of uses in this place differs from run to run.
+            otherwise: The name of the use if it has no other name, and the order of uses here differs from run to run.
 
         Raises:
-            OperatorMisused: The use needs a name, because the order of uses differs from run to run; or its name is
-            taken.
+            OperatorMisused: The use needs a name and has none, because the order of uses differs from run to run; or
+                its name is taken.
         """
         place, is_ordered = self.here()
         if name is None and not is_ordered:
@@ -170,7 +170,7 @@ class Uses:
             return key
         if not is_ordered:
             raise OperatorMisused(
-                f"operator {operator!r} is used in another thread than the one that began {_named(place)}, such as in "
+                f"operator {operator!r} is used in a thread other than the one that began {_named(place)}, such as in "
                 f"a thread pool or in foreachBatch. The order of threads differs from run to run, so give this use a "
                 f"name=, or use the operator in job.step or job.batch"
             )
@@ -178,21 +178,21 @@ class Uses:
         return f"{prefix}/{number}"
 
     def here(self) -> tuple[Place, bool]:
-        """The current place of the calling thread, and whether every run makes the uses in it in the same order."""
+        """The current place of the calling thread, and whether every run creates the uses in it in the same order."""
         scope, place = self._scope, current_place()
         if place is None or not (self._is_application or place.is_within(scope)):
-            place = scope  # another thread began the place, or the topology began elsewhere
+            place = scope  # the thread is in no place, or its place is not inside the topology
         return place, place.is_owned and place.is_ordered_within(scope)
 
     def forget(self, place: Place) -> None:
-        """Numbers the uses in this place from 1 again, because the place is executed again."""
+        """Forgets the uses in this place: they are numbered from 1 again, and their names are free."""
         path = self._path(place)
         inside = f"{path}/", f"{path}:"
         self._counts = {prefix: count for prefix, count in self._counts.items() if not prefix.startswith(inside)}
         self._named = {key for key in self._named if not key.startswith(inside)}
 
     def is_in(self, key: str, place: Place) -> bool:
-        """Whether this is the key of a use in that place, or in a place inside it."""
+        """Whether this is the key of a use in this place, or in a place inside it."""
         path = self._path(place)
         return key.startswith((f"{path}/", f"{path}:"))
 
@@ -203,12 +203,12 @@ class Uses:
 
 
 def unused(operator: str) -> str:
-    """The key of a coordinator that was made before the session ran, before its first use."""
+    """The key of a coordinator that was created before the session was running, until its first use."""
     return f"{_quoted(operator)}/{_UNUSED}"
 
 
 def operator_of(key: str) -> str:
-    """The name of the operator in the key of a use."""
+    """Returns the name of the operator from the key of a use."""
     return urllib.parse.unquote(key.rpartition(":")[2].rpartition("/")[0])
 
 
@@ -217,7 +217,7 @@ def _named(place: Place) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text without the characters that separate the parts of a key."""
+    """Replaces the characters that separate the parts of a key."""
     for character in "%/:#?=":
         text = text.replace(character, f"%{ord(character):02X}")
     return text

@@ -1,4 +1,4 @@
-"""The counts of one use of an operator. Threads that handle messages only increment them."""
+"""The counts of one use of an operator. They are cheap to update while messages are handled."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Statistics", "cut_to"]
 
-#: The number of characters of an error to report.
+#: An error is reported with at most this many characters.
 _TEXT: Final = 1000
 
 
 class Statistics:
-    """The counts of one binding. Each is written by one thread, or under the host's lock, and read by any thread."""
+    """The counts of one binding. Any thread may read them."""
 
     __slots__ = (
         "_gateways",
@@ -36,18 +36,18 @@ class Statistics:
         "requests",
         "resets",
     )  # fmt: skip
-    #: Shared by all instances, because there may be many. Each holds it only for a moment.
+    #: Shared by all instances, because there may be many. Each instance holds the lock only for a moment.
     _lock = threading.Lock()
 
     def __init__(self) -> None:
-        #: Written by the thread that reads frames of executors.
+        #: Written by the thread that reads the frames from executors.
         self.events_in = self.requests = 0
         #: Written under the host's lock.
         self.resets = 0
         self.finished = self.failed = self.abandoned = 0
         #: The times from a request's arrival to its reply, and from sending an event to its first acknowledgement.
         self.replies, self.acknowledgements = LatencyHistogram(), LatencyHistogram()
-        #: The last error of the coordinator, and whether it failed the topology.
+        #: The last error that the coordinator raised, and whether one failed the topology. Any thread may write them.
         self.error, self.is_failed = "", False
         self.is_closed = False
         #: Whether the final statistics were reported.
@@ -58,19 +58,19 @@ class Statistics:
         self._sent = 0
 
     def began(self, gateway: Gateway) -> None:
-        """Counts the events of this gateway from now on: its evaluation has begun."""
+        """Includes the events of this gateway from now on. Called when its evaluation begins."""
         with self._lock:
             self._gateways = (*self._gateways, gateway)
 
     def ended(self, gateway: Gateway) -> None:
-        """Adds the final number of events of this gateway: its evaluation has ended."""
+        """Adds the final number of events of this gateway. Called when its evaluation has ended."""
         with self._lock:
             if gateway in self._gateways:
-                self._gateways = tuple(one for one in self._gateways if one is not gateway)
+                self._gateways = tuple(other for other in self._gateways if other is not gateway)
                 self._sent += gateway.sent
 
     def count(self, outcome: str, number: int = 1) -> None:
-        """Counts evaluations that have `finished`, `failed` or were `abandoned`."""
+        """Counts ended evaluations. `outcome` is `finished`, `failed` or `abandoned`."""
         setattr(self, outcome, getattr(self, outcome) + number)
 
     @property
@@ -80,7 +80,7 @@ class Statistics:
 
     @property
     def events_out(self) -> int:
-        """The number of events that were sent to tasks."""
+        """The number of events that the coordinator sent to tasks."""
         with self._lock:
             return self._sent + sum(gateway.sent for gateway in self._gateways)
 

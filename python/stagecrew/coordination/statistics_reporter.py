@@ -1,4 +1,4 @@
-"""Reports the statistics of coordinators to the driver's JVM about once a second, for the UI and the metrics."""
+"""Creates the frames that report the statistics of coordinators to the driver's JVM, for the UI and the metrics."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["StatisticsReporter"]
 
-#: The final statistics of a topology include its last uses, up to this number, and all others whose counts changed.
+#: The final statistics of a topology include at most this many of its last uses, and other uses whose counts changed.
 _MAX_FINAL: Final = 500
-#: A wait is reported after this many seconds.
+#: A wait that the reporter itself notices is reported after this many seconds.
 _LATE: Final = 1.0
 _COUNTS: Final = (
     *("live", "finished", "failed", "abandoned", "resets"),
@@ -36,30 +36,30 @@ class StatisticsReporter:
         self._sequence = 0
         #: Bindings that were called since the last frame, or were not quiet then.
         self._unreported: dict[Binding, None] = {}
-        #: The last entries of bindings that are not quiet.
-        self._known: dict[Binding, _Known] = {}
+        #: The last report of each binding that is not quiet.
+        self._last: dict[Binding, _LastReport] = {}
         self._sums = [0] * len(_COUNTS)
         self._replies, self._acknowledgements = LatencyHistogram(), LatencyHistogram()
 
     def add(self, binding: Binding) -> None:
-        """Reports the binding from now on."""
+        """Includes the binding in reports from now on."""
         binding.unreported = self._unreported
         self._unreported[binding] = None
         binding.statistics.replies.sum = self._replies
         binding.statistics.acknowledgements.sum = self._acknowledgements
 
-    def due(self) -> list[Binding]:
-        """The bindings that may have changed. The caller must pass them to `frame`, which keeps the active ones."""
+    def take_due(self) -> list[Binding]:
+        """Takes the bindings that may have changed. The caller must pass them to `frame`, which re-adds active ones."""
         due = list(self._unreported)
-        # Removed before their counts are read, so that a binding that is called in between is due again.
+        # Remove each binding before its counts are read, so that it is due again if it is called in between.
         for binding in due:
             self._unreported.pop(binding, None)
         return due
 
     def frame(self, bindings: Iterable[tuple[Binding, Collection[LiveEvaluation]]], last: bool = False) -> bytes | None:
-        """A frame with the changes of these bindings and their live evaluations; None if there are no changes.
+        """A frame with the changed entries of these bindings and their live evaluations. None if there are no changes.
 
-        The last frame of a topology has all entries, not only changed ones.
+        If this is the `last` frame of a topology, it also has the unchanged entries of the last `_MAX_FINAL` uses.
         """
         with self._lock:
             topologies: dict[str, dict[str, Any]] = {}
@@ -67,27 +67,27 @@ class StatisticsReporter:
             for binding, live in bindings:
                 if binding.statistics.is_reported:
                     continue
-                known = self._known.setdefault(binding, _Known())
+                report = self._last.setdefault(binding, _LastReport())
                 is_last = last or binding.statistics.is_closed
                 if not is_last:
-                    if known.is_quiet(binding, live):
-                        del self._known[binding]
+                    if report.becomes_quiet(binding, live):
+                        del self._last[binding]
                         continue
                     self._unreported[binding] = None
                     binding.instance.request_summary(self._clock())
-                entry = self._entry(binding, live, known)
+                entry = self._entry(binding, live, report)
                 counted = tuple(entry[count] for count in _COUNTS)
                 if counted != binding.statistics.counted:
                     changed.add((binding.owner.id, binding.key))
                     before = binding.statistics.counted or [0] * len(_COUNTS)
                     self._sums = [sum_ + new - old for sum_, new, old in zip(self._sums, counted, before, strict=True)]
                     binding.statistics.counted = counted
-                if is_last or entry != known.entry:
-                    known.entry = entry
+                if is_last or entry != report.entry:
+                    report.entry = entry
                     topologies.setdefault(binding.owner.id, {})[binding.key] = entry
                 if is_last:
                     binding.statistics.is_reported = True
-                    self._known.pop(binding, None)
+                    self._last.pop(binding, None)
                     self._unreported.pop(binding, None)
             if not topologies:
                 return None
@@ -95,10 +95,10 @@ class StatisticsReporter:
                 topologies = {
                     id_: {
                         key: entry
-                        for remaining, (key, entry) in zip(range(len(of), 0, -1), of.items(), strict=True)
+                        for remaining, (key, entry) in zip(range(len(entries), 0, -1), entries.items(), strict=True)
                         if remaining <= _MAX_FINAL or (id_, key) in changed
                     }
-                    for id_, of in topologies.items()
+                    for id_, entries in topologies.items()
                 }
             self._sequence += 1
             body = {"topologies": topologies, "totals": self._totals()}
@@ -110,11 +110,11 @@ class StatisticsReporter:
             "acknowledgements": self._acknowledgements.percentiles(),
         }
 
-    def _entry(self, binding: Binding, live: Collection[LiveEvaluation], known: _Known) -> dict[str, Any]:
+    def _entry(self, binding: Binding, live: Collection[LiveEvaluation], report: _LastReport) -> dict[str, Any]:
         counts, (kind, waits, progress) = binding.statistics, binding.instance.summary
         waits = "" if counts.is_closed else "; ".join(filter(None, [*self._waits(binding, live), waits]))
-        if waits != known.waits:
-            known.waits, known.since = waits, time.strftime("%H:%M:%S UTC", time.gmtime(self._wall()))
+        if waits != report.waits:
+            report.waits, report.waits_since = waits, time.strftime("%H:%M:%S UTC", time.gmtime(self._wall()))
         return {
             "name": binding.key,
             "kind": kind,
@@ -125,17 +125,17 @@ class StatisticsReporter:
             "eventsIn": counts.events_in,
             "eventsOut": counts.events_out,
             "requests": counts.requests,
-            # A closed coordinator has nothing queued. One that did not close in time must not stay in the sums.
+            # A closed coordinator has nothing queued, and one that did not close in time must not stay in the sums.
             "queued": 0 if counts.is_closed else binding.instance.queued,
             "replies": counts.replies.percentiles(),
             "acknowledgements": counts.acknowledgements.percentiles(),
-            "waitsFor": f"{waits}, since {known.since}" if waits else "",
+            "waitsFor": f"{waits}, since {report.waits_since}" if waits else "",
             "progress": progress,
             "lastError": counts.error,
         }
 
     def _waits(self, binding: Binding, live: Collection[LiveEvaluation]) -> Iterable[str]:
-        """The waits of a coordinator that it cannot report itself."""
+        """The waits that a coordinator cannot report itself."""
         now = self._clock()
         if (requested := binding.instance.summary_requested_at) is not None and now - requested > _LATE:
             yield "its own thread, which is in a call"
@@ -145,27 +145,28 @@ class StatisticsReporter:
             )
             yield f"{awaited}, for checkpoint {pending.id}"
         silent = {
-            one.evaluation.executor
-            for one in live
-            if (due := one.gateway.due) is not None and now - (due - self._ack_timeout) > _LATE
+            live_evaluation.evaluation.executor
+            for live_evaluation in live
+            if (due := live_evaluation.gateway.due) is not None and now - (due - self._ack_timeout) > _LATE
         }
         if silent:
             yield f"executor {', '.join(sorted(silent))} to acknowledge an event"
 
 
-class _Known:
-    """The last entry of a binding, and whether anything has happened since."""
+class _LastReport:
+    """The last entry of a binding, and the activity up to then, to notice that nothing has happened since."""
 
     def __init__(self) -> None:
         self.entry: dict[str, Any] = {}
-        self.waits = self.since = ""
+        self.waits = self.waits_since = ""
         self._activity: tuple[Any, ...] = ()
-        self._same = 0
+        #: The number of reports in a row in which nothing had happened.
+        self._idle_reports = 0
 
-    def is_quiet(self, binding: Binding, live: Collection[LiveEvaluation]) -> bool:
-        """Whether no evaluation is live and nothing has happened for two reports.
+    def becomes_quiet(self, binding: Binding, live: Collection[LiveEvaluation]) -> bool:
+        """Records the activity so far. Returns whether no evaluation is live and nothing has happened in three reports.
 
-        The second report has the summary that the first one requested.
+        By then, a report has had the summary that was requested after the last activity.
         """
         counts, instance = binding.statistics, binding.instance
         activity = (
@@ -175,6 +176,6 @@ class _Known:
         is_idle = (
             not live and binding.pending is None and instance.summary_requested_at is None and instance.queued == 0
         )
-        self._same = self._same + 1 if activity == self._activity and is_idle else 0
+        self._idle_reports = self._idle_reports + 1 if activity == self._activity and is_idle else 0
         self._activity = activity
-        return self._same > 2
+        return self._idle_reports > 2

@@ -23,21 +23,21 @@ class Owner(Protocol):
     store: dict[str, Any]
 
     def fail(self, cause: BaseException) -> None:
-        """Fails the topology: a coordinator failed."""
+        """Fails the topology, because a coordinator failed."""
 
     def idle(self) -> None:
         """Called when a coordinator has no more calls to make."""
 
 
 class Threads:
-    """Makes the loops and executors that coordinators run on. The test harness replaces it by one without threads."""
+    """Creates the loops and executors that coordinators run on. The test harness has a substitute without threads."""
 
     def loop(self, name: str, failed: Callable[[BaseException], None], owner: Owner) -> CallsInOrder:
-        """A loop on the pool that all coordinators share."""
+        """Creates a loop on the pool that all coordinators share."""
         return Loop(name, failed, owner.idle, owner.name)
 
     def async_calls(self, name: str) -> AsyncExecutor:
-        """The executor of `call_async`."""
+        """Creates the executor that `call_async` uses."""
         return AsyncCalls()
 
     def wait(self, futures: Iterable[Future[Any]], seconds: float) -> Collection[Future[Any]]:

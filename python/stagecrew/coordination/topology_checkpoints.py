@@ -18,10 +18,10 @@ __all__ = ["TopologyCheckpoints"]
 
 
 class TopologyCheckpoints:
-    """Takes one checkpoint at a time. It asks only coordinators that changed since their last checkpoint.
+    """Takes one checkpoint at a time. Asks only coordinators that may have changed since their last checkpoint.
 
-    `lock` guards the table. `changed` contains the bindings whose coordinators were called since their states were
-    taken.
+    `lock` guards the table and `changed`, which contains the bindings whose coordinators were called since their states
+    were taken.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class TopologyCheckpoints:
         self.last_id = 0
 
     def take(self, checkpoint_id: int | None, timeout: float, host: Host | None) -> Checkpoint:
-        """See `Topology.checkpoint`. The host is None before the session runs."""
+        """See `Topology.checkpoint`. The host is None until the session is running."""
         with self._taking:
             id_ = self.last_id + 1 if checkpoint_id is None else checkpoint_id
             if id_ <= self.last_id:
@@ -59,7 +59,7 @@ class TopologyCheckpoints:
             changed = list(dict.fromkeys([*self._changed, *live]))
             for binding in changed:
                 self._changed.pop(binding, None)
-            return [binding for binding in changed if self._table.has(binding)]
+            return [binding for binding in changed if self._table.keeps_state_of(binding)]
 
     def _take_states(self, bindings: list[Binding], id_: int, timeout: float, host: Host) -> None:
         """Stores the states of these bindings in the table. If this raises, the next checkpoint asks for them again."""
@@ -71,7 +71,7 @@ class TopologyCheckpoints:
                 if state.done() and (error := state.exception()) is not None:
                     raise CheckpointFailed(
                         f"checkpoint {id_} of topology {self._owner.name!r} failed: the coordinator of operator "
-                        f"{binding.operator!r} gave no state: {type(error).__name__}: {error}"
+                        f"{binding.operator!r} provided no state: {type(error).__name__}: {error}"
                     ) from error
             if late:
                 names = ", ".join(repr(binding.operator) for binding, state in futures.items() if state in late)
@@ -83,7 +83,9 @@ class TopologyCheckpoints:
             complete = True
             with self._lock:
                 self._table.states |= {
-                    binding.key: state.result() for binding, state in futures.items() if self._table.has(binding)
+                    binding.key: state.result()
+                    for binding, state in futures.items()
+                    if self._table.keeps_state_of(binding)
                 }
         finally:
             if not complete:

@@ -17,7 +17,7 @@ class Transport(Protocol):
         """Enqueues a frame for an executor."""
 
     def dirty(self, gateway: Gateway) -> None:
-        """Notes that a gateway has events to send."""
+        """Records that a gateway has events to send."""
 
     def flush(self) -> None:
-        """Sends the frames that are enqueued."""
+        """Sends the enqueued frames, and the events of gateways."""

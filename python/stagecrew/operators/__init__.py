@@ -1,7 +1,7 @@
 """Ready-made operators: splits, commits, supersteps and event-time alignment, with their coordinators and task sides.
 
-The methods of a topology create them. This package has the objects that users pass to these methods or get from them.
-Sinks are in `stagecrew.operators.sinks`.
+The methods of a topology create these operators. This package exports the objects that users pass to these methods, or
+get from them. Sinks are in `stagecrew.operators.sinks`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first used: most need pyarrow."""
+    """Imports a name when it is first used, because most of them need pyarrow."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -1,4 +1,4 @@
-"""Alignment in event time: a source that is too far ahead waits for the slowest one."""
+"""Alignment in event time: a source that is too far ahead waits for the slowest source."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _Source = tuple[int, Any]
 class AlignmentCoordinator(Coordinator):
     """Holds the watermarks of all sources, and the requests of sources that are too far ahead.
 
-    The watermarks are its only state. Every waiting request is checked again after each change, and periodically. So a
-    lost or repeated message changes nothing.
+    Every waiting request is checked again after each change, and periodically. So a lost or repeated message cannot
+    block a source forever.
     """
 
     kind = "alignment"
@@ -61,10 +61,10 @@ class AlignmentCoordinator(Coordinator):
         return permission
 
     def handle_event(self, evaluation: Evaluation, event: Any) -> None:
-        """Handles the end or the idleness of a source."""
+        """Handles a source that has ended or is idle."""
         kind, name = event
         source = self._source_of(evaluation, name)
-        self._waiting.pop(source, None)  # a source that waits sends no event, so its request has timed out
+        self._waiting.pop(source, None)  # a waiting source sends no events, so its request has timed out
         (self._group.finish if kind == "finish" else self._group.remove)(source)
         self._release()
 
@@ -75,7 +75,7 @@ class AlignmentCoordinator(Coordinator):
         )
 
     def failed(self, evaluation: Evaluation, reason: str) -> None:
-        """See `Coordinator`. The sources of the next attempt are new sources."""
+        """See `Coordinator`. The next attempt has new sources."""
         self._forget(evaluation)
 
     def finished(self, evaluation: Evaluation) -> None:
@@ -95,7 +95,7 @@ class AlignmentCoordinator(Coordinator):
         number = len(self._waiting)
         return (
             f"{source} of {self._subtasks.get(id_, 'a task')}, which is at {watermark}: {number} "
-            f"other{'' if number == 1 else 's'} may not go on before"
+            f"other{' must' if number == 1 else 's must'} wait for it"
         )
 
     def _source_of(self, evaluation: Evaluation, name: Any) -> _Source:
@@ -113,17 +113,17 @@ class AlignmentCoordinator(Coordinator):
     def _release(self) -> None:
         """Replies to the sources that may continue."""
         for source, (watermark, _) in self._waiting.items():
-            self._group.report(source, watermark)  # a source that waits is not idle
+            self._group.report(source, watermark)  # a waiting source is not idle
         for source in [source for source, (watermark, _) in self._waiting.items() if self._group.allows(watermark)]:
             self._waiting.pop(source)[1].set_result(None)
         self.context.report(slowest=self._group.slowest, waiting=len(self._waiting))
 
 
 class Aligner:
-    """The task's side of an alignment. `advance` waits while the source is too far ahead of the slowest one.
+    """The task's side of an alignment. `advance` waits while a source is too far ahead of the slowest source.
 
-    `Alignment.map` passes it to the user's function. Several threads of a task may use it at the same time, each for
-    its own sources.
+    `Alignment.map` passes the aligner to the user's function. Several threads of a task may use it at the same time,
+    each for its own sources.
 
     Args:
         gateway: The task's connection to the coordinator.
@@ -146,16 +146,16 @@ class Aligner:
         return self._gateway.subtask
 
     def advance(self, watermark: Any, source: Any = None, timeout: float | None = None) -> None:
-        """Reports that a source has reached a watermark, and waits until it is not too far ahead of the slowest source.
+        """Reports that a source has reached a watermark. Waits while the source is too far ahead of the slowest source.
 
         Args:
             watermark: The event time that the source has reached. No later row of the source has an earlier time.
-            source: The name of the source, if the task has several. Any picklable, hashable value.
-            timeout: How many seconds to wait, by default `spark.stagecrew.request.timeout`.
+            source: The name of the source, if the task has several sources. Any picklable, hashable value.
+            timeout: The maximum wait in seconds, by default `spark.stagecrew.request.timeout`.
 
         Raises:
             OperatorFailed: If the slowest source did not advance in time and is not idle, or the watermark cannot be
-                compared with those of other sources.
+                compared with the watermarks of other sources.
         """
         try:
             self._gateway.request((source, watermark), timeout)
@@ -166,15 +166,15 @@ class Aligner:
             ) from error
         except RequestFailed as error:
             raise OperatorFailed(
-                f"source {self._name(source)} reported {watermark!r}, which cannot be compared with the others' "
+                f"source {self._name(source)} reported {watermark!r}, which cannot be compared with other sources' "
                 f"watermarks: {error.__cause__}. Let all sources report event times of one type"
             ) from error
 
     def idle(self, source: Any = None) -> None:
-        """Reports that a source has no rows for now. It does not hold back other sources until it advances again.
+        """Reports that a source has no rows for now. Until it advances again, it does not hold back other sources.
 
         Args:
-            source: The name of the source, if the task has several.
+            source: The name of the source, if the task has several sources.
         """
         self._gateway.send(("idle", source))
 
@@ -182,7 +182,7 @@ class Aligner:
         """Reports that a source has ended. When a task ends, all of its sources end without this call.
 
         Args:
-            source: The name of the source, if the task has several.
+            source: The name of the source, if the task has several sources.
         """
         self._gateway.send(("finish", source))
 
@@ -191,7 +191,7 @@ class Aligner:
 
 
 class Alignment:
-    """Aligns the tasks of one dataset in event time. `Topology.align` creates it.
+    """Aligns the tasks of one dataset in event time. `Topology.align` creates an alignment.
 
     Args:
         operator: The operator that the tasks use.
@@ -222,11 +222,12 @@ class Alignment:
             The mapped dataset.
 
         Raises:
-            OperatorMisused: If this alignment has already mapped a dataset. Tasks of two datasets would not be aligned.
+            OperatorMisused: If this alignment has already mapped a dataset, because tasks of two datasets would not be
+                aligned; or if `work` is not callable.
         """
         if self._is_used:
             raise OperatorMisused(
-                "an alignment holds the tasks of one dataset together: union the datasets before, and map that once"
+                "an alignment aligns the tasks of one dataset only: union the datasets first, and map the union"
             )
         if not callable(work):
             raise OperatorMisused(
@@ -243,7 +244,7 @@ def align(scope: Scope, name: str, drift: Any, idle_after: float | None) -> Alig
 
     if idle_after is not None and not idle_after > 0:
         raise OperatorMisused(
-            "idle_after is after how many seconds a silent source holds back no other, a positive number, not "
-            f"{idle_after!r}"
+            "idle_after is the number of seconds after which a silent source no longer holds back others: a positive "
+            f"number, not {idle_after!r}"
         )
     return Alignment(Operator(scope, name, lambda context: AlignmentCoordinator(context, drift, idle_after), name))

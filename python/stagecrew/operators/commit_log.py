@@ -1,4 +1,4 @@
-"""The commit log keeps the record that decides each commit. This module has its interface and two implementations."""
+"""The commit log keeps the record that decides each commit. This module has the interface and two implementations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SUFFIX: Final = ".json"
 #: The longest file name, in bytes. A longer name is cut to `_PREFIX` characters, and a digest follows.
 _MAX_NAME: Final = 255
 _PREFIX: Final = 120
-#: The file of a record that is being written. Only the holder of the lock writes it.
+#: The file in which a record is written before it gets its name. Only the holder of the lock writes this file.
 _DRAFT: Final = ".record.tmp"
 #: After these errors, a file was certainly not renamed.
 _NOT_RENAMED: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
@@ -43,7 +43,7 @@ _LOCK_TIMEOUT: Final = 60.0
 
 
 class CommitLog(Protocol):
-    """Keeps one record for each commit. Records change only by compare-and-set.
+    """Keeps one record for each commit. A record changes only by compare-and-set.
 
     A write has three outcomes:
 
@@ -68,7 +68,7 @@ class CommitLog(Protocol):
             key: The id of the commit.
 
         Returns:
-            The version of the record and the record, or None if it does not exist.
+            The version of the record, and the record. None if the record does not exist.
 
         Raises:
             CommitUnknown: If the record cannot be read.
@@ -93,7 +93,7 @@ class CommitLog(Protocol):
 
 
 class MemoryCommitLog:
-    """A commit log in the memory of the driver. Of the commits that have ended, it keeps the last hundred.
+    """A commit log in the memory of the driver. It keeps the last hundred commits that have ended.
 
     Use it for commits that no other driver repeats.
 
@@ -106,9 +106,9 @@ class MemoryCommitLog:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._versions = itertools.count(1)  # shared by all records, so that no version is used twice
+        self._versions = itertools.count(1)  # one count for all records, so that no version is used twice
         self._records: dict[str, tuple[int, str]] = {}
-        #: The keys of commits that have ended, in the order of their ends.
+        #: The keys of commits that have ended, in the order in which they ended.
         self._ended: Bounded[str, None] = Bounded(_MAX_ENDED, lambda key, _: self._records.pop(key))
 
     def read(self, key: str) -> tuple[int, Record] | None:
@@ -132,10 +132,10 @@ class MemoryCommitLog:
 
 
 class FileCommitLog:
-    """A commit log in a local folder, for the drivers of one host. A record is durable when its write returns.
+    """A commit log in a local folder, for the drivers on one host. A record is durable when its write returns.
 
-    Writers hold a lock of the operating system, which the kernel releases if the writer dies. The next writer deletes
-    the draft that a killed writer left.
+    A writer holds a file lock, which the kernel releases if the writer dies. The next writer deletes the draft that a
+    killed writer left.
 
     A folder that this class creates has the mode 0700, and all its files have the mode 0600.
 
@@ -170,7 +170,7 @@ class FileCommitLog:
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
             version, record = stored["version"], stored["record"]
-            stored_key = stored.get("key", key)  # early versions did not store it
+            stored_key = stored.get("key", key)  # early versions did not store the key
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -191,7 +191,7 @@ class FileCommitLog:
             stored = self.read(key)
             if (stored[0] if stored else 0) != version:
                 if stored and stored[0] == version + 1 and stored[1] == record:
-                    return version + 1  # an earlier call of this driver, whose outcome was unknown, wrote the record
+                    return version + 1  # an earlier call with an unknown outcome wrote this record
                 raise CommitSuperseded(_superseded(key))
             self._put(key, json.dumps({"version": version + 1, "key": key, "record": record}))
         return version + 1
@@ -199,7 +199,7 @@ class FileCommitLog:
     def _put(self, key: str, text: str) -> None:
         draft = self._folder / _DRAFT
         try:
-            draft.unlink(missing_ok=True)  # this writer holds the lock, so the draft's writer was killed
+            draft.unlink(missing_ok=True)  # this writer holds the lock, so the writer of the draft was killed
             handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
                 file.write(text)
@@ -268,7 +268,7 @@ _COMMIT_AGAIN: Final = "Commit with the same id again to resolve this"
 
 
 def commit_log_of(given: Any) -> CommitLog:
-    """Returns the commit log that a user passes, as an object or as the path of a folder.
+    """Returns the commit log that a user passed as an object or as the path of a folder.
 
     Raises `OperatorMisused` for anything else.
     """

@@ -33,9 +33,9 @@ _METHODS: Final = ("begin", "stage", "commit", "done", "discard")
 
 
 class CommitCoordinator(Coordinator):
-    """Tracks the tasks that stage rows, for progress reports and to wait until they end.
+    """Tracks the tasks that stage rows, to report progress, and to wait until the tasks end.
 
-    It does not decide what is committed: the result rows of the action do.
+    The result rows of the action decide which data is committed. This coordinator does not.
     """
 
     kind = "commit"
@@ -81,7 +81,7 @@ class CommitCoordinator(Coordinator):
             self._changed.notify_all()
 
     def wait_for_tasks(self, seconds: float) -> bool:
-        """Waits until no task stages rows. Called in another thread. Returns False after the timeout."""
+        """Waits until no task is staging rows. Called on another thread. Returns False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._live, seconds)
 
@@ -108,7 +108,7 @@ def commit_dataset(
 ) -> CommitReport:
     """Implements `Topology.commit`.
 
-    `task_timeout` is how many seconds the driver waits for tasks whose rows are not needed.
+    `task_timeout` is how many seconds the driver waits for tasks that are still staging rows that it does not need.
     """
     from pyspark.sql.pandas.types import to_arrow_schema
 
@@ -139,7 +139,7 @@ def commit_dataset(
                 yield pa.record_batch({"message": [json.dumps(message)]})
 
         rows = operator.map(dataset, stage, "message string").collect()
-        return [json.loads(row.message) for row in rows]  # only of the attempts that Spark accepted
+        return [json.loads(row.message) for row in rows]  # messages of accepted attempts only
 
     def wait_for_tasks() -> None:
         if coordinators and not coordinators[-1].wait_for_tasks(task_timeout):

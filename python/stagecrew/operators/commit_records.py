@@ -1,4 +1,4 @@
-"""The record of a commit: its format, its validation, and the comparison of two uses of one id."""
+"""The record of a commit: its format, its validation, and how two uses of one commit id are compared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 #: A record, as JSON values.
 Record = dict[str, Any]
 
-#: The format of records. Records of early versions have no number.
+#: The format of records. Records of early versions have no format number.
 FORMAT: Final = 2
 #: The format of the mark that a sink stores with a commit's id.
 _MARK_FORMAT: Final = 1
@@ -40,7 +40,7 @@ _MARK_FORMAT: Final = 1
 _RUN: Final = re.compile(r"[0-9a-f]{32}")
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 #: The longest text in a mark, in characters, and the length to which a longer text is cut. These limits keep a mark
-#: under 400 characters, so that it fits in a database column of 512.
+#: under 400 characters, so that it fits in a database column of 512 characters.
 _MAX_LENGTH: Final = 60
 _SHORTENED_LENGTH: Final = 40
 
@@ -52,9 +52,9 @@ class States:
            |   \--another driver takes over--> open(its run)   \--> refused (the sink never accepts it)
            \--> aborted
 
-    An `open` record names the only run that may decide. A driver that takes over or aborts the commit first writes the
-    record, and then deletes staged data. If the sink contains a commit whose record is not decided (an old copy), the
-    record becomes applied, without messages.
+    An `open` record names the only run that may decide the commit. A driver that takes over or aborts the commit first
+    writes the record, and then deletes staged data. If the sink contains a commit whose record is not decided, the
+    record is an old copy. It then becomes applied, without messages.
     """
 
     OPEN = "open"
@@ -66,7 +66,7 @@ class States:
 
 
 def checked(commit_id: str, record: Any) -> Record:
-    """Returns the record if this version can read it. Otherwise raises `RecordUnreadable`.
+    """Returns the record if this version of stagecrew can read it. Otherwise raises `RecordUnreadable`.
 
     Run ids are checked strictly, because they become names of folders and tables.
     """
@@ -136,7 +136,7 @@ _OPTIONAL: Final[dict[str, tuple[type, ...]]] = {
 
 
 def file_of(commit_id: str, message: dict[str, Any]) -> str:
-    """The file name in a message. Raises `RecordUnreadable` for a name that no sink uses, such as a path."""
+    """Returns the file name in a message. Raises `RecordUnreadable` for a name that no sink uses, such as a path."""
     name = message.get("file")
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise RecordUnreadable(
@@ -147,7 +147,7 @@ def file_of(commit_id: str, message: dict[str, Any]) -> str:
 
 
 def encoded_schema(schema: pa.Schema) -> str:
-    """A schema as a record stores it."""
+    """Encodes a schema for a record."""
     return base64.b64encode(schema.serialize()).decode("ascii")
 
 
@@ -157,10 +157,10 @@ def schema_of(record: Record) -> pa.Schema:
 
 
 def columns_of(schema: pa.Schema) -> list[str]:
-    """The names and types of a schema's columns, sorted. A repeat must have the same columns.
+    """The names and types of a schema's columns, sorted. A repeat of a commit must have the same columns.
 
-    Sinks take columns in any order, so the order is ignored. Nullability and metadata are ignored too, also in nested
-    types: Spark derives them from its plan, so they may change although the data is the same.
+    The order is ignored, because sinks accept columns in any order. Nullability and metadata are also ignored, even in
+    nested types, because Spark derives them from its plan. So they may change although the data is the same.
     """
     return sorted(f"{field.name}: {_type_of(field.type)}" for field in schema)
 
@@ -178,13 +178,13 @@ def _type_of(type_: pa.DataType) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """The facts about a commit that was already decided."""
+    """The known facts about a commit that was already decided."""
 
     content: str | None
     columns: Sequence[str]
     rows: int
     time: float
-    #: Whether the facts come from a sink's mark, in which long texts are shortened.
+    #: Whether the values come from a sink's mark, in which long texts are shortened.
     is_shortened: bool = False
 
     def difference(self, schema: pa.Schema, content: str | None) -> str:
@@ -203,12 +203,12 @@ class Known:
 
     @property
     def when(self) -> str:
-        """The time of the decision, as text."""
+        """The time of the decision, as a text."""
         return dt.datetime.fromtimestamp(self.time, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def known_of(commit_id: str, record: Record) -> Known | None:
-    """The facts in the record of a commit that is decided or applied, or None if the record has none."""
+    """The facts in the record of a decided or applied commit. None if the record contains no facts."""
     if "messages" not in record:
         return read_mark(commit_id, record.get("mark"))
     rows = sum(message.get("rows", 0) for message in record["messages"])
@@ -254,5 +254,5 @@ def _shortened(text: str) -> str:
     """Returns the text, or, if it is long or not printable, its beginning and a digest."""
     if len(text) <= _MAX_LENGTH and text.isprintable():
         return text
-    begin = "".join(one if one.isprintable() else "?" for one in text[:_SHORTENED_LENGTH])
+    begin = "".join(character if character.isprintable() else "?" for character in text[:_SHORTENED_LENGTH])
     return f"{begin}\u2026{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"

@@ -1,6 +1,6 @@
-"""How a decided commit is applied, and how staged data is deleted.
+"""Applies decided commits, and deletes staged data.
 
-Both are retried, and both may be repeated by another driver.
+Both are retried, and another driver may repeat both.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _log = logging.getLogger("stagecrew")
 _TRIES: Final = 4
 #: The pause before the second try, in seconds. It doubles before each further try.
 _PAUSE: Final = 0.2
-#: The driver does not retry a deletion after this many seconds, so an unreachable host delays the caller only once.
+#: A deletion is not retried after this many seconds, so that an unreachable host delays the caller only once.
 _RETRY_LIMIT: Final = 10.0
 
 _LEFTOVER: Final = (
     "commit %r is done, but some of the data that it has staged for %s could not be deleted (run %s). A repeat with "
-    "the same id deletes it"
+    "the same id deletes this data"
 )
 _ORPHANS: Final = (
     "the data that commit %r has staged for %s could not be deleted. It is never committed, and stays in the folders "
-    "or the table with %s in their names. A repeat with the same id deletes it. Without a repeat, delete them when the "
-    "sink is available again"
+    "or the table with %s in their names. A repeat with the same id deletes them. Without a repeat, delete them when "
+    "the sink is available again"
 )
 
 
 def read_record(commit_log: CommitLog, commit_id: str) -> tuple[int, Record] | None:
-    """Returns the version and the record of a commit, or None.
+    """Returns the version and the record of a commit, or None if there is no record.
 
     Raises `RecordUnreadable` if this version of stagecrew cannot read the record.
     """
@@ -68,7 +68,8 @@ def read_record(commit_log: CommitLog, commit_id: str) -> tuple[int, Record] | N
 class RollForward:
     """Applies one decided commit, and cleans up. Needs only the commit's record.
 
-    Any number of drivers may do this at the same time. The sink's conditional write makes the commit visible only once.
+    Several drivers may do this at the same time, because the sink's conditional write makes the commit visible only
+    once.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class RollForward:
         )(lambda: self._try_to_apply(is_last=next(numbers) == _TRIES))
 
     def _try_to_apply(self, is_last: bool) -> bool:
-        """Returns whether the commit is applied now. Raises if it must not be tried again."""
+        """Tries once. Returns whether the commit is applied. Raises if it must not be tried again."""
         try:
             self._sink.commit(self._staging, self._record["messages"])
         except CommitConflict as conflict:
@@ -140,7 +141,7 @@ class RollForward:
             try:
                 self._record_refusal(conflict)
             except CommitSuperseded as superseded:
-                # Another driver wrote the record first, or this driver lost its session. If it lost its session, the
+                # Either another driver wrote the record first, or this driver lost its session. In the second case, the
                 # commit is still decided, and the next driver needs all staged data.
                 if not self._is_ended():
                     raise self._pending_refusal(conflict, superseded) from conflict
@@ -164,7 +165,10 @@ class RollForward:
         )
 
     def _check_other_drivers(self, error: Exception, is_last: bool) -> None:
-        """Raises `CommitSuperseded` if another driver ended the commit, and `CommitPending` after the last try."""
+        """Raises `CommitSuperseded` if another driver had the commit refused. After the last try, always raises.
+
+        The error is then `CommitSuperseded` if another driver ended the commit, and `CommitPending` otherwise.
+        """
         if self._is_refused():
             discard(self._sink, self._staging, (), self._sleep)  # this try may have staged data again
             raise CommitSuperseded(
@@ -185,12 +189,12 @@ class RollForward:
         ) from error
 
     def _is_refused(self) -> bool:
-        """Whether a record says that the data of this run will never be committed."""
+        """Whether the current record says that the data of this run will never be committed."""
         stored = self._stored()
         return stored is not None and (stored[1]["run"] != self._staging.run or stored[1]["state"] == States.REFUSED)
 
     def _is_ended(self) -> bool:
-        """Whether another driver ended the commit: every record that follows the decision ends it."""
+        """Whether another driver ended the commit, as every record after the decision does."""
         stored = self._stored()
         return stored is not None and stored[0] != self._version
 
@@ -210,7 +214,7 @@ def record_applied(commit_log: CommitLog, commit_id: str, record: Record, versio
     try:
         commit_log.write(commit_id, record, version)
     except CommitSuperseded:
-        pass  # another driver recorded it
+        pass  # another driver has recorded this
     except (CommitFailed, CommitUnknown):
         _log.warning(
             "commit %r is done, but its record could not be updated. A repeat finds the commit in the sink",
@@ -222,7 +226,8 @@ def record_applied(commit_log: CommitLog, commit_id: str, record: Record, versio
 def delete_earlier_runs(sink: Committer, commit_id: str, record: Record) -> None:
     """Deletes the staged data of earlier runs.
 
-    Does not retry: each repeat deletes it again, and if the sink is unavailable, the caller's next call fails.
+    Does not retry, because each repeat of the commit tries again, and because the caller's next call fails anyway if
+    the sink is unavailable.
     """
     for run in record["before"]:
         discard(sink, Staging(commit_id, run, schema_of(record)), (), None)
@@ -254,7 +259,7 @@ def report_of(commit_id: str, record: Record) -> CommitReport:
 
 
 def staging_of(commit_id: str, record: Record) -> Staging:
-    """The staging of the run in a record, with the mark if the commit is decided."""
+    """The `Staging` of the run in a record, with the mark if the commit is decided."""
     mark = mark_of(record) if record.get("messages") is not None else ""
     return Staging(commit_id, record["run"], schema_of(record), mark)
 

@@ -66,8 +66,8 @@ def commit(
 ) -> CommitReport:
     """Commits the rows that `execute` stages, once. If the commit is already decided, finishes it without `execute`.
 
-    The record in the commit log is the decision. Before this record is written, a new driver can only abort the commit.
-    Afterwards, a new driver can only finish it.
+    The `decided` record in the commit log is the decision. Before it is written, a new driver can only abort the
+    commit. Afterwards, a new driver can only finish the commit.
 
     Args:
         sink: Where the rows become visible.
@@ -75,11 +75,11 @@ def commit(
         commit_id: The id of the commit.
         schema: The Arrow schema of the dataset.
         execute: Runs the tasks, and returns the messages of the attempts that Spark accepted.
-        wait_for_tasks: Waits until no task stages rows any more, or until a timeout.
+        wait_for_tasks: Waits until no task is staging rows any more, or until a timeout.
         sleep: Waits between two tries.
-        content: The caller's name for the rows. A repeat must have the same.
-        writer: The id of the job and the number of its run, if a job commits.
-        clock: The time of the decision, in seconds since the epoch.
+        content: The caller's name for the rows. A repeat must pass the same name.
+        writer: The id of the job and the number of its run, if a job makes this commit.
+        clock: Returns the current time in seconds since the epoch.
 
     Returns:
         The size of the commit, and whether it is a repeat.
@@ -89,7 +89,7 @@ def commit(
         CommitFailed: If nothing was committed.
         CommitPending: If the commit is decided, but could not be applied yet.
         CommitUnknown: If the commit log cannot say whether a record was written.
-        RecordUnreadable: If another version wrote the record.
+        RecordUnreadable: If the record is invalid, or another version wrote it in another format.
     """
     if content is not None and not isinstance(content, str):
         raise OperatorMisused(
@@ -105,7 +105,7 @@ def commit(
 
 
 def resume(sink: Committer, commit_log: CommitLog, commit_id: str, sleep: Callable[[float], None] = time.sleep) -> bool:
-    """Finishes a commit if it is decided. Needs only its record.
+    """Finishes a commit if it is decided. Needs only the commit's record.
 
     Returns whether the commit is decided. Raises the same errors as `commit`.
     """
@@ -126,8 +126,8 @@ def abandon(
     """Permanently aborts a commit that is not decided, and deletes its staged data. Raises the errors of `commit`.
 
     If the sink contains the commit, the record is an old copy. Then the rows stay, and the record becomes applied. If
-    the sink cannot report whether it contains the commit, this raises `CommitPending`; the `last` call instead aborts
-    the commit and deletes nothing.
+    the sink cannot report whether it contains the commit, this function raises `CommitPending`, unless this is the
+    `last` call, which then aborts the commit and deletes nothing.
     """
     stored = read_record(commit_log, commit_id)
     if stored is None or stored[1]["state"] not in (States.OPEN, States.ABORTED):
@@ -147,7 +147,7 @@ def abandon(
     if is_visible:
         commit_log.write(commit_id, _found_in_sink(record, _stored_mark(sink, commit_id)), version)
         return
-    if record["state"] == States.OPEN:  # after this write no driver can decide the commit
+    if record["state"] == States.OPEN:  # after this write, no driver can decide the commit
         commit_log.write(commit_id, record | {"state": States.ABORTED, "reason": "its job has ended"}, version)
     if is_visible is None:
         return
@@ -157,7 +157,7 @@ def abandon(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One call of `commit`: its arguments, and how it repeats a commit or commits for the first time."""
+    """One call of `commit`: its arguments, and its ways to repeat a commit or to commit for the first time."""
 
     sink: Committer
     commit_log: CommitLog
@@ -209,8 +209,8 @@ class _Call:
         """Opens the commit, runs the tasks, records the decision, and applies it."""
         staging = Staging(self.commit_id, uuid.uuid4().hex, self.schema)
         opened = self._opened(staging, None if stored is None else stored[1])
-        # After this write no earlier run can decide. A suspended run may still stage data, so this run and each later
-        # one delete it.
+        # After this write, no earlier run can decide the commit. A suspended run may still stage data, so this run and
+        # each later run delete the data of all earlier runs.
         version = self.commit_log.write(self.commit_id, opened, stored[0] if stored else 0)
         try:
             delete_earlier_runs(self.sink, self.commit_id, opened)
@@ -282,7 +282,8 @@ class _Call:
     def _require_same_data(self, decided: Known | None, record: Record | None) -> None:
         """Raises `OperatorMisused` if the commit was decided for other data.
 
-        If an earlier run of the same job decided it, this only logs a warning: its decision is valid for all runs.
+        If an earlier run of the same job decided it, this method only logs a warning, because the decision is valid
+        for all runs.
         """
         difference = "" if decided is None else decided.difference(self.schema, self.content)
         if not difference or decided is None:
@@ -298,7 +299,7 @@ class _Call:
     def _is_of_earlier_run(self, record: Record) -> bool:
         """Whether an earlier run of the same job wrote the record.
 
-        Each run computes its values again, and some of them, such as a date, may differ.
+        Each run computes its arguments again, and some of them, such as a date, may differ.
         """
         return (
             self.writer is not None
@@ -326,7 +327,7 @@ def _stored_mark(sink: Committer, commit_id: str) -> str | None:
 def _found_in_sink(record: Record, mark: str | None) -> Record:
     """The record of a commit that was found in the sink.
 
-    Its run and messages are unknown. The sink's mark contains the other facts.
+    The run that was committed and its messages are unknown. The sink's mark contains what else is known.
     """
     kept = ("format", "run", "before", "sink", "schema", "job", "attempt")
     return {name: record.get(name) for name in kept} | {"state": States.APPLIED, "mark": mark}

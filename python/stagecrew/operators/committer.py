@@ -18,12 +18,12 @@ Message = dict[str, Any]
 class Staging:
     """One run of a commit. Each run stages its data separately from all other runs.
 
-    stagecrew creates these objects and passes them to the methods of a `Committer`. If a driver starts a commit again,
+    stagecrew creates these objects and passes them to the methods of a `Committer`. If a driver starts a commit over,
     the new run has the same commit id and another run id.
 
     Args:
         commit_id: The id of the commit.
-        run: The id of the run, 32 hexadecimal digits. Sinks use it in names of folders and tables.
+        run: The id of the run, 32 hexadecimal digits. Sinks use this id in names of folders and tables.
         schema: The Arrow schema of the dataset.
         mark: A line of at most 400 characters, which the sink stores with the commit's id. It is empty until the commit
             is decided.
@@ -54,7 +54,7 @@ class CommitReport:
         >>> CommitReport("day-1", parts=2, rows=100, bytes=2048, repeated=False).rows
         100
 
-    Not promised: `parts`, `rows` and `bytes`. They are 0 for a commit that only the sink remembers.
+    Not promised: `parts`, `rows` and `bytes`. They are 0 for a commit that is known only from the sink.
     """
 
     commit_id: str
@@ -65,20 +65,20 @@ class CommitReport:
 
 
 class Committer(Protocol):
-    """A sink for `Topology.commit`. It stages rows where no reader sees them, and then makes them visible at once.
+    """A sink for `Topology.commit`. It stages rows where no reader sees them, and then makes them all visible at once.
 
     The sink is pickled to tasks, which call `stage`. The driver calls the other methods, one at a time. Any call may be
-    repeated, also by another driver, and an earlier call may have stopped at any point. So each method must work if an
-    earlier call already did part of its work.
+    repeated, even by another driver, and an earlier call may have stopped at any point. So each method must work even
+    if an earlier call has already done part of its work.
 
     A sink may have three optional members:
 
-    * `identity`, a text without secrets that says where the sink writes. A commit id that was used for one identity is
-      refused for another.
+    * `identity`, a text without secrets that says where the sink writes. A commit id that was used with one identity is
+      refused with another identity.
     * `in_tasks()`, which returns the object that is pickled to tasks in place of the sink, such as a copy without
       passwords.
     * `stored_mark(commit_id)`, which returns the `Staging.mark` that the sink stored with a visible commit, or None. A
-      repeat is compared with it when the commit log no longer has the record.
+      repeat is compared with this mark if the commit log no longer has the record.
 
     Examples:
         >>> class Lists:
@@ -121,9 +121,9 @@ class Committer(Protocol):
     ) -> Message | None:
         """Writes the rows of one task where no reader sees them. Runs in the task.
 
-        Several attempts may write for one partition, even after the driver stopped waiting for them. No data that is
-        written after the run's `discard` may remain. So this method must check, after it has written its data, whether
-        the run was discarded, and then delete the data.
+        Several attempts may write for one partition, even after the driver has stopped waiting for them. Data that is
+        written after the run's `discard` must not remain. So after this method has written its data, it must check
+        whether the run was discarded, and if so, delete the data.
 
         Args:
             staging: The run that the task belongs to.
@@ -148,8 +148,8 @@ class Committer(Protocol):
             messages: The messages of the task attempts that Spark accepted.
 
         Raises:
-            CommitConflict: If the sink can never accept these rows. From then on the same call must not succeed in any
-                other driver, even if that driver has already begun it.
+            CommitConflict: If the sink can never accept these rows. After that, the same call must not succeed in any
+                other driver, even if the other driver has already begun the call.
         """
 
     def done(self, commit_id: str) -> bool:
@@ -170,5 +170,5 @@ class Committer(Protocol):
 
         Args:
             staging: The run to end.
-            kept: The messages whose data stays. Empty if the run was not committed.
+            kept: The messages whose data must stay. Empty if the run was not committed.
         """

@@ -1,4 +1,4 @@
-"""Reduces the values of a superstep to one: pure functions of a list in the order of subtasks. Without Spark."""
+"""Reduces the values of a superstep to one value. Needs no Spark session; PySpark's cloudpickle pickles functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Reducer = str | Callable[[Any, Any], Any]
 
 
 class ReducerCall(NamedTuple):
-    """A reducer as a task sends it. Tasks use the same reducer if the names are equal."""
+    """A reducer as a task sends it. Two tasks use the same reducer if the names are equal."""
 
     name: str
     #: The user's function, pickled. None for a ready-made reducer.
@@ -30,7 +30,7 @@ class ReducerCall(NamedTuple):
 
 
 def reduced(reducer: ReducerCall, values: Sequence[Any]) -> Any:
-    """Reduces the values, which are in the order of subtasks. Ignores None. Returns None if all values are None.
+    """Reduces values, which are in the order of subtasks. Ignores None. Returns None if all values are None.
 
     Raises `OperatorFailed` for values that cannot be reduced together.
     """
@@ -44,10 +44,10 @@ def reduced(reducer: ReducerCall, values: Sequence[Any]) -> Any:
 
 
 def reducer_call(reducer: Reducer, name: str | None = None) -> ReducerCall:
-    """Returns a reducer as a task sends it, under `name` or its own name.
+    """Returns a reducer as a task sends it, with `name` or its own name.
 
-    Raises `OperatorMisused` for an unknown ready-made reducer, for an object that cannot be called or pickled, and for
-    a function that needs a `name` and has none.
+    Raises `OperatorMisused` for an unknown ready-made reducer, for an object that cannot be called or pickled, and
+    for a function that needs a `name` and has none.
     """
     if isinstance(reducer, str):
         if reducer not in READY_MADE:
@@ -81,7 +81,7 @@ def _checked_name(name: Any) -> str:
 
 
 def _importable_name(reducer: Any) -> str | None:
-    """The name under which every process can import the function. None if there is none, as for a lambda."""
+    """The name under which every process can import the function. None without such a name, as for a lambda."""
     module = getattr(reducer, "__module__", None)
     path = getattr(reducer, "__qualname__", None) or getattr(reducer, "__name__", None)
     if not isinstance(module, str) or not isinstance(path, str) or module == "__main__":
@@ -119,7 +119,7 @@ def _require_alike(name: str, values: Mapping[int, Any]) -> None:
         if found[other] != found[first]:
             raise OperatorFailed(
                 f"{name} of values that differ: {_kind_and_shape(found[first])} in subtask {first} and "
-                f"{_kind_and_shape(found[other])} in subtask {other}. Let all subtasks give values of one kind and "
+                f"{_kind_and_shape(found[other])} in subtask {other}. Let all subtasks pass values of one kind and "
                 "shape"
             )
 
@@ -167,7 +167,7 @@ def _elementwise(numbers: Callable[[Any, Any], Any], arrays: str, arrow: str) ->
 
 
 def _booleans_as_numbers(value: Any) -> Any:
-    """A boolean, or an array of booleans, as numbers. numpy adds two booleans as "or", and Arrow does not add them."""
+    """Converts booleans to numbers. numpy would add two booleans as "or", and Arrow does not add them."""
     if isinstance(value, pa.Array | pa.ChunkedArray):
         return value.cast(pa.int64()) if pa.types.is_boolean(value.type) else value
     if type(value).__module__ == "numpy" and _numpy().asarray(value).dtype.kind == "b":
@@ -176,7 +176,7 @@ def _booleans_as_numbers(value: Any) -> Any:
 
 
 def _reduced_in_place(ufunc: Any, values: Sequence[Any]) -> Any:
-    """Like `functools.reduce`, but reuses the first intermediate array for further results of the same type."""
+    """Like `functools.reduce`, but reuses the first intermediate array for later results of the same type."""
     result, *others = values
     for number, other in enumerate(others):
         fits = number > 0 and _numpy().result_type(result, other) == result.dtype

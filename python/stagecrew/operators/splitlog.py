@@ -1,4 +1,7 @@
-"""The split log records which splits each subtask received. It makes a dynamic source deterministic. Without Spark."""
+"""The split log records which splits each subtask received, which makes a dynamic source deterministic.
+
+It needs no Spark session. It pickles splits with PySpark's cloudpickle.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ __all__ = ["HELD", "SplitLog"]
 #: The reply if no split may be assigned yet.
 HELD: Final = b""
 
-#: How many splits are read ahead if the enumerator knows locations, so that the log can assign a split near the task.
+#: How many splits are read ahead if the enumerator has locations, so that the log can assign a split near the task.
 _AHEAD: Final = 64
 
 
@@ -29,15 +32,15 @@ class SplitLog:
     """A log of splits for each subtask. An evaluation of a subtask reads the log from the beginning, then extends it.
 
     So two evaluations of a subtask see the same splits in the same order, and each split is in exactly one log. When
-    the enumerator is exhausted, all logs are sealed. A split is pickled once. Two splits are the same if their pickled
-    bytes are equal, or if they are hashable and equal.
+    all splits are in logs, the logs are sealed. A split is pickled once. Two splits are the same if their pickled bytes
+    are equal, or if they are hashable and equal.
 
-    The enumerator is an `Enumerator` or an iterable. It is first read for the first request. `on_split` is called for
-    each split that it yields, and returns whether there is time to read ahead.
+    The enumerator is an `Enumerator` or an iterable. The first request begins to read it. `on_split` is called for each
+    split that the enumerator yields, and returns whether there is time to read ahead.
     """
 
     def __init__(self, enumerator: Any, name: str, on_split: Callable[[], bool] = lambda: True) -> None:
-        #: The name in messages.
+        #: The name of the source in messages.
         self.name = name
         self._enumerator, self._on_split = enumerator, on_split
         self._has_time = True
@@ -52,34 +55,35 @@ class SplitLog:
         self._exhausted = False
         self._failure: BaseException | None = None
 
-    def at(self, subtask: int, index: int, host: str, reading: WatermarkGroup[Any] | None = None) -> bytes | None:
-        """The pickled split at an index of the subtask's log, or None if the log is sealed and has no more.
+    def read(self, subtask: int, index: int, host: str, watermarks: WatermarkGroup[Any] | None = None) -> bytes | None:
+        """Returns the pickled split at an index of the subtask's log. At the end of the log, assigns a new split.
 
-        If splits have event times, `reading` decides whether a new split may be assigned now. If not, the result is
-        `HELD`. Raises `OperatorFailed` for an error of the enumerator, now and in all later calls, and for an index
-        beyond the log.
+        Returns None if the log is sealed and has no more splits. If splits have event times, `watermarks` decides
+        whether a new split may be assigned now. If not, returns `HELD`. Raises `OperatorFailed` for an index beyond the
+        end of the log. If the enumerator raises an error, this call and all later calls for a new split raise
+        `OperatorFailed`.
         """
         log = self._logs.setdefault(subtask, [])
         if index < len(log):
             return log[index]
         if index > len(log):
             raise OperatorFailed(
-                f"subtask {subtask} of {self.name} asked for split {index} of its log, which has {len(log)}: another "
-                f"coordinator gave it the others"
+                f"subtask {subtask} of {self.name} asked for split {index} of its log, which has {len(log)} splits: "
+                f"another coordinator assigned the others"
             )
         if self._failure is not None:
             raise OperatorFailed(str(self._failure)) from self._failure
-        split = self._take(host, reading)
+        split = self._take(host, watermarks)
         if split is not None and split is not HELD:
             log.append(split)
         return split
 
     def event_time(self, split: bytes) -> Any:
-        """The event time of a pickled split, or None if the enumerator knows no event times."""
+        """The event time of a pickled split, or None if the enumerator has no event times."""
         return None if self._event_time is None else self._event_time(pickle.loads(split))
 
     @property
-    def given(self) -> int:
+    def assigned(self) -> int:
         """The number of splits in all logs."""
         return sum(map(len, self._logs.values()))
 
@@ -89,7 +93,7 @@ class SplitLog:
         return self._exhausted and not self._ahead
 
     def state(self) -> bytes:
-        """The logs, for a checkpoint."""
+        """Pickles the logs, for a checkpoint."""
         return pickle.dumps({"logs": self._logs})
 
     def restore(self, state: bytes) -> None:
@@ -100,20 +104,20 @@ class SplitLog:
         self._logs = pickle.loads(state)["logs"]
         self._restored = {_digest(split) for split in itertools.chain.from_iterable(self._logs.values())}
 
-    def _take(self, host: str, reading: WatermarkGroup[Any] | None) -> bytes | None:
+    def _take(self, host: str, watermarks: WatermarkGroup[Any] | None) -> bytes | None:
         wanted = 1 if self._locations is None else _AHEAD
         while len(self._ahead) < wanted and (found := self._next()) is not None:
             self._ahead.append(found)
-            if not self._has_time:  # the task has waited for long enough
+            if not self._has_time:  # the task has waited long enough
                 break
         if not self._ahead:
             return None
-        first = None if reading is None else self.event_time(self._ahead[0][0])
-        if reading is not None and not reading.allows(first):
+        first = None if watermarks is None else self.event_time(self._ahead[0][0])
+        if watermarks is not None and not watermarks.allows(first):
             return HELD
 
         def allowed(split: bytes) -> bool:
-            return reading is None or reading.allows(self.event_time(split), beside=first)
+            return watermarks is None or watermarks.allows(self.event_time(split), beside=first)
 
         near = (i for i, (split, hosts) in enumerate(self._ahead) if host in hosts and allowed(split))
         chosen = next(near, 0)
@@ -134,7 +138,7 @@ class SplitLog:
                     if self._restored:
                         raise OperatorFailed(
                             f"{len(self._restored)} splits that tasks of {self.name} had read before the checkpoint "
-                            "were not enumerated again: an enumerator must give the same splits again"
+                            "were not enumerated again: an enumerator must yield the same splits again"
                         )
                     return None
                 packed: bytes = cloudpickle.dumps(split)  # type: ignore[no-untyped-call]
@@ -167,8 +171,8 @@ class SplitLog:
             pass
         if any(key in self._seen for key in keys):
             raise OperatorFailed(
-                f"the enumerator of {self.name} gave one split twice: {_short(split)}. Its rows would be read twice: "
-                "give each split once, or make them differ"
+                f"the enumerator of {self.name} yielded one split twice: {_short(split)}. Its rows would be read "
+                "twice: yield each split once, or make the two splits differ"
             )
         self._seen.update(keys)
         return True

@@ -1,4 +1,4 @@
-"""A dynamic source of splits. A task that has read its split pulls the next one from the coordinator."""
+"""A dynamic source of splits. A task that has read its split requests the next split from the coordinator."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ __all__ = ["SplitCoordinator", "read_splits"]
 
 #: How often, in seconds, the coordinator checks whether the enumerator is late.
 _WATCH: Final = 1.0
-#: How many seconds one request may spend on reading ahead, if the enumerator has the locations of its splits.
+#: How many seconds one request may spend at most on reading ahead, if the enumerator has the locations of its splits.
 _AHEAD: Final = 1.0
 #: How often, in seconds, the coordinator checks for idle evaluations, if splits have event times.
 _IDLE_CHECK: Final = 0.2
-#: After this many seconds, a held request gets the reply `HELD`, and its task asks again. This is far below the request
-#: timeout.
+#: After this many seconds at most, a held request gets the reply `HELD`, and its task asks again. The wait is always
+#: far below the request timeout.
 _HOLD: Final = 5.0
 
 
 @dataclasses.dataclass
 class _HeldRequest:
-    """A request that waits, because no split may be assigned yet.
+    """A request that is waiting because no split may be assigned yet.
 
-    At the time `until`, the task gets the reply `HELD` and asks again.
+    At the time `until`, the task gets the reply `HELD`, and asks again.
     """
 
     evaluation: Evaluation
@@ -67,14 +67,16 @@ class SplitCoordinator(Coordinator):
         #: How many seconds the enumerator may take for one split.
         self._enumerator_timeout = enumerator_timeout
         self._is_list = isinstance(enumerator, Sequence)
-        self._splits = len(enumerator) if self._is_list else None
-        self._read: dict[int, int] = {}  # for each subtask, how many splits in its log it has read
+        #: The number of splits, if it is known from the beginning.
+        self._split_count = len(enumerator) if self._is_list else None
+        #: For each subtask, how many splits of its log it has read.
+        self._read_counts: dict[int, int] = {}
         self._log = SplitLog(enumerator, f"operator {context.operator!r}", self._on_split)
-        #: While a request reads the enumerator: when the request began, and when the last split arrived.
+        #: When the last request began, and, while a request is reading the enumerator, when the last split arrived.
         self._request_began = 0.0
         self._waiting_since: float | None = None
-        #: If splits have event times: the event time of the split that each evaluation reads, and the requests that
-        #: wait for the evaluation with the earliest one.
+        #: If splits have event times: the event time of the split that each evaluation is reading, and the requests
+        #: that wait for the evaluation with the earliest split.
         self._watermarks: WatermarkGroup[int] | None = None
         self._held: dict[int, _HeldRequest] = {}
         if hasattr(enumerator, "event_time"):
@@ -92,12 +94,12 @@ class SplitCoordinator(Coordinator):
     def handle_request(self, evaluation: Evaluation, request: Any) -> bytes | Future[bytes | None] | None:
         """Returns the split at an index of the subtask's log. The task has read all splits before this index.
 
-        The reply is None after the last split.
+        The reply is None after the last split. It is a future if no split may be assigned yet.
         """
         index, host = request
         assert evaluation.subtask is not None
-        if index > self._read.get(evaluation.subtask, 0):
-            self._read[evaluation.subtask] = index
+        if index > self._read_counts.get(evaluation.subtask, 0):
+            self._read_counts[evaluation.subtask] = index
         if self._watermarks is None:
             return self._split_at(evaluation, index, host)
         self._watermarks.remove(evaluation.id)
@@ -134,8 +136,8 @@ class SplitCoordinator(Coordinator):
         self._request_began = self._waiting_since = time.monotonic()
         try:
             if watermarks is None:
-                return self._log.at(evaluation.subtask, index, host)
-            split = self._log.at(evaluation.subtask, index, host, watermarks)
+                return self._log.read(evaluation.subtask, index, host)
+            split = self._log.read(evaluation.subtask, index, host, watermarks)
             if split is not None and split != HELD:
                 watermarks.report(evaluation.id, self._log.event_time(split))
             return split
@@ -151,7 +153,7 @@ class SplitCoordinator(Coordinator):
         return now - self._request_began < min(_AHEAD, self._enumerator_timeout / 4)
 
     def _release_held(self) -> None:
-        """Replies to held requests whose split may be assigned now, and to those that were held long enough."""
+        """Replies to held requests for which a split may be assigned now, or that were held long enough."""
         assert self._watermarks is not None
         now = time.monotonic()
         for id_, held in list(self._held.items()):
@@ -174,12 +176,13 @@ class SplitCoordinator(Coordinator):
     def progress(self) -> dict[str, Any]:
         """See `Coordinator`.
 
-        A split is done when its task asks for the next one. The number of splits left is known if they are a list.
+        A split is done when its task asks for the next split. The number of splits left is known if the splits are a
+        list, and when all splits are in logs.
         """
-        given, done = self._log.given, sum(self._read.values())
-        found = {"splits done": done, "splits in progress": given - done}
-        left = 0 if self._log.sealed else None if self._splits is None else self._splits - given
-        return found if left is None else found | {"splits left": left}
+        assigned, done = self._log.assigned, sum(self._read_counts.values())
+        counts = {"splits done": done, "splits in progress": assigned - done}
+        left = 0 if self._log.sealed else None if self._split_count is None else self._split_count - assigned
+        return counts if left is None else counts | {"splits left": left}
 
     def checkpoint(self, checkpoint_id: int) -> bytes | None:
         """See `Coordinator`."""
@@ -207,7 +210,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _ignore(_result: Any, _error: BaseException | None) -> None:
-    """Does nothing, because `_check_enumerator` itself reports a late enumerator."""
+    """Does nothing, because `_check_enumerator` itself fails the topology."""
 
 
 def read_splits(
@@ -237,7 +240,7 @@ def read_splits(
     tasks = context.defaultParallelism if parallelism is None else parallelism
     if not isinstance(tasks, int) or tasks < 1:
         raise OperatorMisused(f"parallelism is the number of tasks, a whole number of at least 1, not {tasks!r}")
-    # The coordinator reports a late enumerator before the task's request times out.
+    # Shorter, so that the coordinator reports a late enumerator before the task's request times out.
     enumerator_timeout = 0.9 * scope.request_timeout
     operator = Operator(
         scope,

@@ -1,4 +1,4 @@
-"""The task's side of supersteps."""
+"""The task's side of supersteps: the object with which a task reduces values."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["SuperstepContext"]
 class SuperstepContext:
     """The task's side of supersteps. Every task gets the same result from each `reduce`.
 
-    `Topology.supersteps` passes it to the user's function. Only the thread that runs this function may use it.
+    `Topology.supersteps` passes this object to the user's function. Only the thread that runs the function may use it.
 
     Args:
         gateway: The task's connection to the coordinator.
         members: The number of tasks.
-        timeout: How many seconds one step may take.
-        piece: The largest number of bytes in one message. Larger values are sent in several messages.
+        timeout: How many seconds to wait for a reply from the driver.
+        piece: The maximum number of bytes in one message. Larger values are sent in several messages.
 
     Attributes:
         subtask: The number of this task, from 0.
         subtasks: The number of tasks.
         step: The number of times that this task has called `reduce`.
-        stopped: Whether the driver's `stop_when` returned True for the last result. It has the same value in all tasks.
+        stopped: Whether the driver's `stop_when` has returned True. It has the same value in all tasks.
 
     Examples:
         >>> def mean(steps, batches):
@@ -55,24 +55,26 @@ class SuperstepContext:
         """Combines the values of all tasks into one value, and returns it in every task. Waits for the other tasks.
 
         The driver reduces the values in the order of subtasks, so a sum of floating point numbers is the same each
-        time. It holds the values of all tasks at once; tests reduce 64 MB from each task. None is ignored.
+        time. The driver holds the values of all tasks at once; this is tested with 64 MB from each task. None is
+        ignored.
 
-        All tasks must use the same reducer in a step. Tasks compare reducers by name. The name of a ready-made reducer
-        is `op` itself. A function that is imported from a module has its qualified name, such as `operator.mul`. Any
-        other function, such as a lambda, a nested function, a partial or a function of `__main__`, needs `name`.
+        All tasks must use the same reducer in a step. Reducers are compared by name. The name of a ready-made reducer
+        is `op` itself. A function that can be imported from a module is named by its qualified name, such as
+        `operator.mul`. Any other function, such as a lambda, a nested function, a partial or a function in `__main__`,
+        needs `name`.
 
         Args:
             value: This task's value. Any picklable object.
             op: `"sum"`, `"min"` or `"max"` (of numbers; of numpy and Arrow arrays, element by element; a sum counts
                 True as 1), `"concat"` (of arrays, tables, lists, tuples, text and bytes), or a function of two values.
-            name: The name of a function, the same in all tasks.
+            name: The name of the function `op`, which must be the same in all tasks.
 
         Returns:
             The reduced value, or None if all values are None.
 
         Raises:
-            OperatorFailed: If another task uses another reducer or has ended, the values cannot be reduced together,
-                or a task is missing after `timeout` seconds.
+            OperatorFailed: If another task uses a different reducer or has ended, the values cannot be reduced
+                together, or the result does not arrive in time.
             OperatorMisused: If there is no such reducer, a function needs `name` and has none, `name` is that of a
                 ready-made reducer, or the function cannot be pickled.
 

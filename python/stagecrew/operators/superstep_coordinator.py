@@ -1,4 +1,4 @@
-"""The coordinator of supersteps. It collects the values of each step, reduces them, and sends every task the result."""
+"""The coordinator of supersteps collects the values of each step, reduces them, and sends all tasks the result."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["StopWhen", "SuperstepCoordinator"]
 #: The period, in seconds, of the check for late subtasks.
 _WATCH: Final = 1.0
 
-#: Called with the number and the result of each step. Returns whether the tasks stop.
+#: Called with the number and the result of each step. Returns whether the tasks must stop.
 StopWhen = Callable[[int, Any], bool]
 
 
 class SuperstepCoordinator(Coordinator):
     """Runs the supersteps of each stage attempt.
 
-    A task that fails ends its attempt, and the next attempt begins at step 0.
+    If a task fails, its stage attempt ends, and the next stage attempt begins at step 0.
     """
 
     kind = "supersteps"
@@ -67,7 +67,7 @@ class SuperstepCoordinator(Coordinator):
     def finished(self, evaluation: Evaluation) -> None:
         """See `Coordinator`."""
         attempt = self._attempt_of(evaluation)
-        if attempt is None or attempt.failure is not None:  # Spark ends the task and runs the whole stage again
+        if attempt is None or attempt.failure is not None:  # Spark runs the whole stage again
             return
         if self._or_fail_topology(attempt, attempt.group.end, evaluation):
             del self._attempts[evaluation.stage, evaluation.stage_attempt]
@@ -137,7 +137,7 @@ class SuperstepCoordinator(Coordinator):
     def _or_fail_topology(
         self, attempt: _StageAttempt, change: Callable[..., Any], evaluation: Evaluation, *args: Any
     ) -> Any:
-        """Changes the group. An error fails the topology, because another stage attempt would fail in the same way."""
+        """Changes the group. An error fails the topology, because the next stage attempt would fail in the same way."""
         try:
             return change(evaluation.subtask, *args)
         except OperatorFailed as error:
@@ -202,11 +202,11 @@ class _StageAttempt:
             future.set_result(reply)
 
     def piece(self, number: int) -> Packed:
-        """One piece of the last result. The next step cannot end before all subtasks have all pieces."""
+        """One piece of the last result. Still kept, because no step ends before all subtasks have the last result."""
         return self._pieces[number]
 
     def fail(self, reason: str) -> None:
-        """Ends the attempt: no subtask gets another result."""
+        """Ends the attempt: all waiting and later requests of its subtasks fail."""
         self.failure = self.failure or reason
         waiting, self.waiting = self.waiting, {}
         for future in waiting.values():

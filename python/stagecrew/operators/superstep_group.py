@@ -13,37 +13,37 @@ __all__ = ["SuperstepGroup"]
 class SuperstepGroup:
     """The subtasks of one stage attempt, which execute the steps together.
 
-    A step takes one value from every subtask, and all use the same reducer. When the last value arrives, `add` returns
-    all values in the order of subtasks, and the next step begins. Steps count from 0. The group keeps sets of subtasks,
-    never counters.
+    A step takes one value from every subtask, and all subtasks use the same reducer. When the last value arrives, `add`
+    returns all values in the order of subtasks, and the next step begins. Steps are numbered from 0. The group keeps
+    sets of subtasks, never counters.
 
-    A group that cannot finish raises an error at once, which names the subtasks that differ: a subtask ended while
-    others wait, a subtask entered a step after another one ended, or the subtasks use different reducers or are at
-    different steps.
+    If the group can no longer finish a step, it immediately raises an error that names the subtasks that differ. This
+    happens if a subtask ended while others wait, if a subtask entered a step after another subtask ended, or if the
+    subtasks use different reducers or are at different steps.
     """
 
     def __init__(self, name: str, subtasks: int) -> None:
-        #: The name in messages.
+        #: The name of the group in messages.
         self.name = name
         self.subtasks = subtasks
         self.step = 0
         self._values: dict[int, Any] = {}
-        self._reducer: tuple[ReducerCall, int] = (
-            ReducerCall(""),
-            0,
-        )  # of this step, and the first subtask that gave it
-        self._ended: dict[int, int] = {}  # subtask -> the number of steps in which it took part
+        #: The reducer of this step, and the first subtask that named it.
+        self._reducer: tuple[ReducerCall, int] = (ReducerCall(""), 0)
+        #: For each subtask that has ended, the number of steps in which it took part.
+        self._ended: dict[int, int] = {}
 
     def add(self, subtask: int, step: int, reducer: ReducerCall, value: Any) -> list[Any] | None:
         """Adds a subtask's value to a step.
 
-        After the last subtask's value, returns all values. Otherwise returns None. Raises `OperatorFailed`.
+        After the last subtask's value, returns all values. Otherwise returns None. Raises `OperatorFailed` if the group
+        can no longer finish the step.
         """
         if subtask in self._values:
-            raise OperatorFailed(f"{self.name}: subtask {subtask} came to step {step} twice")
+            raise OperatorFailed(f"{self.name}: subtask {subtask} called reduce() twice in step {step}")
         if step != self.step:
             raise OperatorFailed(
-                f"{self.name}: subtask {subtask} is at step {step}, the others are at step {self.step}: {_AS_OFTEN}"
+                f"{self.name}: subtask {subtask} is at step {step}, but the others are at step {self.step}: {_AS_OFTEN}"
             )
         if self._values and reducer.name != self._reducer[0].name:
             first, first_subtask = self._reducer
@@ -57,7 +57,7 @@ class SuperstepGroup:
         self._require_progress()
         if len(self._values) < self.subtasks:
             return None
-        values = [self._values[one] for one in sorted(self._values)]
+        values = [self._values[each] for each in sorted(self._values)]
         self._values.clear()
         self.step += 1
         return values
@@ -70,8 +70,8 @@ class SuperstepGroup:
 
     @property
     def missing(self) -> list[int]:
-        """The subtasks for which others wait."""
-        return [one for one in range(self.subtasks) if one not in self._values] if self._values else []
+        """The subtasks for which others are waiting."""
+        return [subtask for subtask in range(self.subtasks) if subtask not in self._values] if self._values else []
 
     def _require_progress(self) -> None:
         if self._values and self._ended:

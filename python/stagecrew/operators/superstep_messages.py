@@ -8,17 +8,17 @@ from typing import Any, Final
 
 __all__ = ["IN_PIECES", "PIECE", "WHOLE", "limited_piece", "pickled", "split_into_pieces"]
 
-#: The largest number of bytes in one piece, unless `spark.stagecrew.event.maxSize` is smaller.
+#: The maximum number of bytes in one piece, unless `spark.stagecrew.event.maxSize` is smaller.
 PIECE: Final = 4 << 20
-#: How many bytes smaller than `spark.stagecrew.event.maxSize` a piece is, to leave space for its frame.
+#: A piece is at least this many bytes smaller than `spark.stagecrew.event.maxSize`, to leave space for its frame.
 _OVERHEAD: Final = 64
-#: The first bytes of a reply. They say whether it is the result, or the number of pieces of the result.
+#: The first bytes of a reply. They tell whether the reply is the result, or the number of pieces of the result.
 WHOLE: Final = b"\0"
 IN_PIECES: Final = b"\1%d"
 
 
 def pickled(value: Any) -> bytes:
-    """Pickles a value. Uses cloudpickle for values that pickle refuses, such as lambdas."""
+    """Pickles a value. Uses cloudpickle for values that pickle cannot handle, such as lambdas."""
     with contextlib.suppress(Exception):
         return pickle.dumps(value, 5)
     from pyspark import cloudpickle
@@ -27,7 +27,7 @@ def pickled(value: Any) -> bytes:
 
 
 def limited_piece(max_event: int) -> int:
-    """The size of a piece if an event may have this many bytes."""
+    """The maximum size of a piece if an event may have this many bytes."""
     return max(1, min(PIECE, max_event - _OVERHEAD))
 
 

@@ -1,4 +1,4 @@
-"""Supersteps: tasks that compute together, step by step. Each step ends with one value that all tasks get."""
+"""Supersteps: tasks compute together, step by step. Each step ends with one value that all tasks get."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["note_remedy", "run_supersteps"]
 
 _log = logging.getLogger("stagecrew")
 
-#: A part of Spark's error for a barrier stage that has more tasks than slots (SPARK-24819).
+#: Part of Spark's error message for a barrier stage that has more tasks than slots (SPARK-24819).
 _TOO_FEW_SLOTS: Final = "requires more slots than the total number of slots"
 #: The column that keeps the rows of a subtask together in the shuffle after the stage.
 _SUBTASK: Final = "__stagecrew_together"
@@ -41,7 +41,7 @@ def run_supersteps(
     timeout: float,
     await_slots: Callable[[int], int],
 ) -> DataFrame:
-    """Implements `Topology.supersteps`. `await_slots` waits for a number of slots, and returns how many there are."""
+    """Implements `Topology.supersteps`. `await_slots` waits for this many slots, and returns how many there are."""
     from pyspark.sql.types import LongType, StructField, StructType
 
     from stagecrew.coordination.operator import Operator
@@ -94,10 +94,10 @@ def _check(dataset: Any, work: Any, stop_when: Any, timeout: float) -> None:
 
 
 def _warn_of_few_slots(dataset: DataFrame, name: str, await_slots: Callable[[int], int]) -> None:
-    """Waits for executors to register, and warns if the slots are too few.
+    """Waits for executors to register, and warns if there are too few slots.
 
-    Spark refuses a barrier stage at once, even if executors register a second later. Adaptive execution may reduce the
-    number of partitions, so too few slots need not be an error here.
+    Without this wait, Spark would refuse the barrier stage immediately, even if executors register a second later.
+    Adaptive execution may reduce the number of partitions, so too few slots need not be an error here.
     """
     plan = dataset._jdf.queryExecution().executedPlan()
     partitions = plan.outputPartitioning().numPartitions()
@@ -120,7 +120,7 @@ def note_remedy(error: BaseException, slots: Callable[[], int]) -> None:
 
 
 def _with_subtask(batch: Any, subtask: int | None) -> Iterator[pa.RecordBatch]:
-    """The batch with the subtask's number as its last column."""
+    """Adds the subtask's number to a batch as its last column."""
     if isinstance(batch, pa.Table):
         for part in batch.to_batches():
             yield from _with_subtask(part, subtask)

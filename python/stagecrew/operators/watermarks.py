@@ -1,4 +1,4 @@
-"""The rule that limits how far sources advance in event time: a pure state machine, without Spark or threads."""
+"""The rule that limits how far sources advance in event time: a pure state machine, whose clock is an argument."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ S = TypeVar("S", bound=Hashable)
 @dataclasses.dataclass
 class _Source:
     watermark: Any
-    reported: float
+    reported_at: float
 
 
 class WatermarkGroup(Generic[S]):
-    """A group of sources that advance in event time together. None may be ahead of the slowest by more than the drift.
+    """Sources that advance in event time together. None may be ahead of the slowest source by more than the drift.
 
     A source takes part from its first report until it finishes, is removed, or becomes idle. An idle source takes part
-    again with its next report. Watermarks only grow. So a report that arrives twice, late or out of order changes
-    nothing, and the next report makes up for a lost one.
+    again from its next report. Watermarks only increase. So a report that arrives twice, late or out of order lowers no
+    watermark, and the next report makes up for a lost one.
 
-    Event times may be of any type that can be compared and to which `drift` can be added: numbers, or `datetime` with a
-    `timedelta`.
+    Event times may have any type whose values can be compared, and to which `drift` can be added: numbers, or
+    `datetime` with a `timedelta`.
 
     Args:
         drift: How far ahead of the slowest source a source may be.
@@ -73,18 +73,18 @@ class WatermarkGroup(Generic[S]):
         for other in self._sources.values():
             watermark < other.watermark  # noqa: B015 (raises if they cannot be compared)
             break
-        known = self._sources.get(source)
-        if known is None:
+        state = self._sources.get(source)
+        if state is None:
             self._sources[source] = _Source(watermark, self._clock())
         else:
-            known.watermark = max(known.watermark, watermark)
-            known.reported = self._clock()
+            state.watermark = max(state.watermark, watermark)
+            state.reported_at = self._clock()
 
     def remove(self, source: S) -> None:
-        """Removes a source until it reports again, for example because its task failed and another will start over.
+        """Removes a source until it reports again, for example because the source is idle.
 
         Args:
-            source: The source. An unknown one is ignored.
+            source: The source. An unknown source is ignored.
         """
         self._sources.pop(source, None)
 
@@ -92,13 +92,13 @@ class WatermarkGroup(Generic[S]):
         """Removes a source that will never report again, and everything that is stored for it.
 
         Args:
-            source: The source. An unknown one is ignored.
+            source: The source. An unknown source is ignored.
         """
         self._sources.pop(source, None)
         self._finished.discard(source)
 
     def finish(self, source: S) -> None:
-        """Ends a source. It no longer takes part, and its late reports are ignored.
+        """Ends a source. It no longer takes part, and its later reports are ignored.
 
         Args:
             source: The source.
@@ -108,12 +108,12 @@ class WatermarkGroup(Generic[S]):
 
     @property
     def slowest(self) -> Any:
-        """The event time that all sources have reached, except idle ones. None if no source takes part."""
+        """The lowest watermark of the sources that take part. None if no source takes part."""
         return min((source.watermark for _, source in self._awake()), default=None)
 
     @property
     def slowest_of(self) -> tuple[S, Any] | None:
-        """The slowest source and its event time. None if no source takes part."""
+        """The slowest source and its watermark. None if no source takes part."""
         found = min(self._awake(), key=lambda named: named[1].watermark, default=None)
         return None if found is None else (found[0], found[1].watermark)
 
@@ -122,7 +122,7 @@ class WatermarkGroup(Generic[S]):
         return (
             (name, source)
             for name, source in self._sources.items()
-            if self._idle_after is None or now - source.reported <= self._idle_after
+            if self._idle_after is None or now - source.reported_at <= self._idle_after
         )
 
     @property
@@ -142,7 +142,7 @@ class WatermarkGroup(Generic[S]):
 
         Args:
             event_time: The event time.
-            beside: Another event time that is still to be read. It limits the result like a source with this watermark.
+            beside: Another event time that is still to be read. It is a limit, like a source with this watermark.
 
         Returns:
             True if the event time is within the drift of the slowest source, and of `beside`.

@@ -57,7 +57,7 @@ class _ArrowFiles:
 
     @functools.cached_property
     def _arrow_schema(self) -> pa.Schema:
-        """The Arrow schema that Spark expects.
+        """The Arrow schema in which Spark expects the batches.
 
         Spark identifies the columns of a batch by position, and checks neither names nor types.
         """
@@ -82,10 +82,8 @@ class _ArrowFiles:
         return from_arrow_schema(self._arrow_schema)
 
     def __getstate__(self) -> dict[str, Any]:
-        with_schema = {
-            **vars(self),
-            "_arrow_schema": self._arrow_schema,
-        }  # the driver found the schema, so tasks need not read it
+        # Include the schema that the driver found, so that tasks need not read it.
+        with_schema = {**vars(self), "_arrow_schema": self._arrow_schema}
         return {key: value for key, value in with_schema.items() if key != "_dataset"}
 
     def _read(self, path: str, row_group: int | None = None) -> Iterator[pa.RecordBatch]:
@@ -107,7 +105,7 @@ class _ArrowFiles:
                 return  # an empty file has no rows
             difference = self._difference(fragment)
             raise OperatorFailed(
-                f"{path} cannot be read by the schema of {self._described()}{difference}: {error}"
+                f"{path} cannot be read with the schema of {self._described()}{difference}: {error}"
                 f"{'. Give a schema= that holds the values of all files' if difference else ''}"
             ) from error
 
@@ -115,7 +113,7 @@ class _ArrowFiles:
         return ", ".join([*_as_list(self.source)][:3])
 
     def _difference(self, fragment: Any) -> str:
-        """How the types of a file's columns differ from the schema."""
+        """Describes how the types of a file's columns differ from the schema. Empty if they do not."""
         try:
             physical = fragment.physical_schema
         except (pa.ArrowException, OSError):  # the file itself is damaged, and the original error says so
@@ -152,24 +150,24 @@ def _as_list(source: str | Sequence[str]) -> Sequence[str]:
 class ParquetRowGroups(_ArrowFiles):
     """The row groups of Parquet files as splits. All rows have one schema.
 
-    Columns are found by name. A column that a file does not have is null in its rows. If Arrow cannot cast a column
-    safely, or a file has none of the columns, the task fails with `OperatorFailed`, which names the file and the
-    column.
+    Columns are matched by name. A column that a file does not have is null in the file's rows. If Arrow cannot cast
+    a column safely, or a file has none of the columns, the task fails with `OperatorFailed`, which names the file and
+    the column.
 
     Args:
         source: A path or URI of a file or folder, or several of them on one file system.
-        columns: The columns to read, by default all.
+        columns: The columns to read, by default all columns.
         filesystem: The `pyarrow.fs.FileSystem` of a path that is not a URI, by default the local disk.
         largest_first: Reads all footers first, and orders the row groups by size in bytes. The last splits are then
-            small, so tasks end at nearly the same time. If False, footers are read when they are needed.
-        schema: The Arrow schema of the rows, by default that of the first file.
+            small, so tasks end at nearly the same time. If False, each footer is read when it is needed.
+        schema: The Arrow schema of the rows, by default the schema of the first file.
 
     Attributes:
         schema: The schema of the rows, for `Topology.splits`.
 
     Raises:
-        OperatorMisused: If the files are on several file systems. `schema` raises it for a column that the files do not
-            have.
+        OperatorMisused: If the files are on several file systems. Reading `schema` raises it if the files do not have a
+            column.
 
     Examples:
         >>> import tempfile, pyarrow.parquet as pq
@@ -182,7 +180,7 @@ class ParquetRowGroups(_ArrowFiles):
 
     In a topology, with tasks that read the groups: `topology.splits(groups, groups.read, groups.schema)`.
 
-    Not promised: columns for values in the names of folders (`key=value`).
+    Not promised: partition columns, whose values are in the names of folders (`key=value`).
     """
 
     def __init__(
@@ -215,7 +213,7 @@ class ParquetRowGroups(_ArrowFiles):
         """Reads one row group, in a task.
 
         Args:
-            split: A row group of `splits()`.
+            split: A row group that `splits` returned.
 
         Returns:
             The rows, in batches.
@@ -229,21 +227,21 @@ class ParquetRowGroups(_ArrowFiles):
 class Files(_ArrowFiles):
     r"""Whole files as splits, of any format that `pyarrow.dataset` reads. All rows have one schema.
 
-    Columns are found and cast as with `ParquetRowGroups`.
+    Columns are matched and cast as by `ParquetRowGroups`.
 
     Args:
         source: A path or URI of a file or folder, or several of them on one file system.
         file_format: `parquet`, `orc`, `csv`, `json` or `feather`.
-        columns: The columns to read, by default all.
+        columns: The columns to read, by default all columns.
         filesystem: The `pyarrow.fs.FileSystem` of a path that is not a URI, by default the local disk.
-        schema: The Arrow schema of the rows, by default that of the first file.
+        schema: The Arrow schema of the rows, by default the schema of the first file.
 
     Attributes:
         schema: The schema of the rows, for `Topology.splits`.
 
     Raises:
-        OperatorMisused: If the files are on several file systems. `schema` raises it for a column that the files do not
-            have.
+        OperatorMisused: If the files are on several file systems. Reading `schema` raises it if the files do not have a
+            column.
 
     Examples:
         >>> import pathlib, tempfile
@@ -256,7 +254,7 @@ class Files(_ArrowFiles):
 
     In a topology, with tasks that read the files: `topology.splits(files, files.read, files.schema)`.
 
-    Not promised: columns for values in the names of folders (`key=value`).
+    Not promised: partition columns, whose values are in the names of folders (`key=value`).
     """
 
     def __init__(

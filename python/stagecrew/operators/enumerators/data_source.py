@@ -19,14 +19,14 @@ _ROWS: Final = 10_000
 
 
 class DataSourcePartitions:
-    """The partitions of a Python DataSource's reader. Idle tasks pull them. Spark would run one task for each.
+    """The partitions of a Python DataSource's reader. Idle tasks pull them; Spark itself would run a task for each.
 
-    The driver calls `source.reader(schema)` and asks the reader for its partitions. The reader reads in the tasks. It
-    may yield tuples, rows or Arrow record batches.
+    The driver calls `source.reader(schema)`, and asks the reader for its partitions. Tasks call the reader's `read`,
+    which may yield tuples, rows or Arrow record batches.
 
     Args:
         source: An instance of a user's `pyspark.sql.datasource.DataSource`.
-        schema: The schema of the rows, by default that of the source.
+        schema: The schema of the rows, by default the schema of the source.
 
     Attributes:
         schema: The schema of the rows, for `Topology.splits`.
@@ -61,7 +61,7 @@ class DataSourcePartitions:
         """Returns the partitions of the reader.
 
         Returns:
-            Each partition with its number, which distinguishes partitions with equal contents.
+            Each partition with its number, which distinguishes equal partitions.
         """
         return list(enumerate(self._reader.partitions()))
 
@@ -81,5 +81,5 @@ class DataSourcePartitions:
             for are_batches, part in itertools.groupby(some, lambda row: isinstance(row, pa.RecordBatch)):
                 if are_batches:
                     yield from part
-                else:  # as Spark converts them: a time without a zone is in the zone of this host
+                else:  # as Spark converts them: a time without a zone is in this host's zone
                     yield from LocalDataToArrowConversion.convert(list(part), self.schema, False).to_batches()

@@ -11,12 +11,12 @@ __all__ = ["Enumerator", "SinglePassEnumerator"]
 
 
 class Enumerator(Protocol):
-    """A source of splits for `Topology.splits`. The driver reads it lazily, on its coordinator's thread.
+    """A source of splits for `Topology.splits`. The coordinator reads it lazily, on the driver.
 
     An enumerator may also have `locations(split)`, which returns the names of the hosts near the split, as Spark names
     hosts. Tasks on these hosts are preferred if this does not delay other tasks.
 
-    After a reset, a coordinator enumerates again. So each call of `splits()` must yield the same splits from the
+    After a reset, the new coordinator enumerates again. So each call of `splits` must yield the same splits, from the
     beginning.
 
     Examples:
@@ -33,22 +33,22 @@ class Enumerator(Protocol):
         """Returns the splits, from the beginning each time it is called.
 
         Returns:
-            Picklable splits, each once, in the order in which tasks should begin them: the largest first, if their
-            sizes are known.
+            Picklable splits, each once, in the order in which tasks should begin them: if their sizes are known, the
+            largest first.
         """
 
 
 class SinglePassEnumerator:
-    """An enumerator for an iterator of splits. It can be read only once, so a coordinator cannot be reset."""
+    """An enumerator for an iterator of splits. Its coordinator cannot be reset, because an iterator is read once."""
 
     def __init__(self, iterator: Iterator[Any], name: str) -> None:
         self._iterator, self._name, self._is_read = iterator, name, False
 
     def splits(self) -> Iterator[Any]:
-        """Returns the iterator at the first call. Later calls raise `OperatorFailed`."""
+        """Returns the iterator on the first call. Later calls raise `OperatorFailed`."""
         if self._is_read:
             raise OperatorFailed(
-                f"{self._name} came from an iterator, which cannot be read again, as after a reset: give a list, or an "
+                f"{self._name} came from an iterator, which cannot be read again after a reset: pass a list, or an "
                 "object whose splits() returns a new iterator"
             )
         self._is_read = True

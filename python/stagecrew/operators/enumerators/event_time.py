@@ -1,4 +1,4 @@
-"""Several sources of splits, merged in the order of their event times."""
+"""Several sources of splits, merged in the order of the splits' event times."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["EventTimeSplits"]
 class EventTimeSplits:
     """An enumerator that merges several sources. `Topology.splits` assigns their splits in the order of event time.
 
-    A split waits while any task still reads a split that is earlier by more than `drift`. So the rows of a subtask are
-    out of order by at most `drift` plus the time range of one split. With `parallelism=1`, all rows are in order. A
-    task that has ended, or has read one split for `idle_after` seconds, does not hold back other tasks. The splits of a
-    task are pairs `(name, split)`.
+    A split waits while any task is still reading a split that is earlier by more than `drift`. So the rows of a subtask
+    are out of order by at most `drift` plus the time range of one split. With `parallelism=1`, the splits are read in
+    order. A task that has ended, or has been reading one split for `idle_after` seconds, does not hold back other
+    tasks. The splits that tasks read are pairs `(name, split)`.
 
     If a source goes back in time, the topology fails: its `with` statement raises `CoordinatorFailed`, whose
     `__cause__` is `OperatorFailed`.
@@ -26,13 +26,14 @@ class EventTimeSplits:
     Args:
         sources: Enumerators, or iterables of splits, by name. Each yields its splits in the order of their event times.
         event_time: Returns the event time of a split. The rows of the split are at this time or later.
-        drift: How far ahead of the slowest split a split may be. Event times plus `drift` must be comparable with event
-            times: both are numbers, or the event times are `datetime` and the drift is a `timedelta`.
-        idle_after: A task that has read one split for this many seconds no longer holds back other tasks. None means
-            never.
+        drift: How far a split may be ahead of the earliest split that is being read. Event times plus
+            `drift` must be comparable with event times: both are numbers, or the event times are `datetime` and the
+            drift is a `timedelta`.
+        idle_after: A task that has been reading one split for this many seconds no longer holds back other tasks. None
+            means never.
 
     Raises:
-        OperatorMisused: If `sources` is not a mapping or is empty, or `event_time` cannot be called.
+        OperatorMisused: If `sources` is not a mapping or is empty, or `event_time` is not callable.
 
     Examples:
         >>> merged = EventTimeSplits({"a": [1, 5], "b": [2, 3]}, event_time=lambda split: split, drift=10)
@@ -53,7 +54,7 @@ class EventTimeSplits:
         idle_after: float | None = None,
     ) -> None:
         if not isinstance(sources, Mapping) or not sources:
-            raise OperatorMisused("EventTimeSplits merges sources by their names: give a dict of at least one source")
+            raise OperatorMisused("EventTimeSplits merges named sources: pass a dict of at least one source")
         if not callable(event_time):
             raise OperatorMisused(
                 f"event_time is a function of a split, not {type(event_time).__name__}: pass one that returns the "
@@ -95,7 +96,7 @@ class EventTimeSplits:
             yield name, split
 
     def _timed(self, name: str, source: Any) -> Iterator[tuple[Any, str, Any]]:
-        """The splits of one source, each with its event time and the source's name."""
+        """Yields the splits of one source, each with its event time and the source's name."""
         last: Any = None
         splits: Iterable[Any] = source.splits() if hasattr(source, "splits") else source
         for split in splits:
@@ -103,7 +104,7 @@ class EventTimeSplits:
             if last is not None and event_time < last:
                 raise OperatorFailed(
                     f"source {name!r} goes back in time: a split of {event_time!r} follows one of {last!r}. A source "
-                    "must give its splits in the order of their event times"
+                    "must yield its splits in the order of their event times"
                 )
             last = event_time
             yield event_time, name, split

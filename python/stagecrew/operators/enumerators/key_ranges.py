@@ -1,4 +1,4 @@
-"""Ranges of an integer key, for tables of databases."""
+"""Ranges of an integer key, with which tasks read a database table in parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["KeyRanges"]
 class KeyRanges:
     """The integers `lower <= key < upper`, split into `count` ranges of nearly equal size.
 
-    A range is a pair: the first key, and the key after the last. Use it to read a table of a database: `select …
+    A range is a pair: the first key, and the key after the last. Use them to read a table of a database: `select …
     where key >= ? and key < ?`.
 
     Args:
@@ -32,7 +32,7 @@ class KeyRanges:
     def __init__(self, lower: int, upper: int, count: int) -> None:
         if upper < lower or count < 1:
             raise OperatorMisused(
-                f"no range of keys: {lower} <= key < {upper} in {count} parts. Give lower <= upper and a count of at "
+                f"no range of keys: {lower} <= key < {upper} in {count} parts. Pass lower <= upper, and a count of at "
                 "least 1"
             )
         self.lower, self.upper, self.count = lower, upper, count

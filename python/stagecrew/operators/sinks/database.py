@@ -1,6 +1,6 @@
-"""The sink for a table of a database.
+"""The sink for a database table.
 
-Tasks stage rows in another table. One transaction copies them into the table and records the commit's id.
+Tasks stage rows in another table. One transaction copies the rows into the target table, and records the commit's id.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class DatabaseSink:
     One transaction adds the rows to the table, and the commit's id to the table `stagecrew_commits`. Two concurrent
     commits to one table both succeed. The dataset must have the table's columns, in any order.
 
-    Tasks stage rows in a table `stagecrew_stage_…` of the run, which is deleted after the commit. If the table refuses
-    the rows, the sink adds an entry to `stagecrew_commits` whose target ends with ` refused`. After that, no other
-    driver can commit these rows.
+    Tasks stage the rows of a run in a table `stagecrew_stage_…`, which is deleted after the commit. If the table
+    refuses the rows, the sink adds an entry to `stagecrew_commits` whose target ends with ` refused`. After that, no
+    other driver can commit these rows.
 
     If the host of a server becomes unreachable, the sink gives up after 60 seconds, unless the url has
     `tcp_user_timeout` or `keepalives…`. The sink does not read these settings from a service file.
@@ -85,7 +85,7 @@ class DatabaseSink:
             with self._transaction() as database:
                 self._require_columns(database, staging)
                 self._dialect.create_stage(database, self._stage_of(staging), self._table, staging.schema.names)
-                # Try a commit without rows, so that a missing permission is an error now.
+                # Try a commit without rows, so that a missing permission is an error now, before tasks run.
                 with self._dialect.undone(database):
                     self._add(database, staging, [{"attempt": 0, "rows": 0}])
         except self._dialect.errors() as error:
@@ -158,7 +158,7 @@ class DatabaseSink:
         return staging.run, f"{self._table} refused"  # no table has a space in its name
 
     def _record(self, database: Any, id_: str, target: str) -> bool:
-        """Adds an entry. Waits for a session that is adding the same entry. Returns False if the entry exists."""
+        """Adds an entry. Waits if another session is adding the same entry. Returns False if the entry exists."""
         mark = self._dialect.placeholder
         added = database.execute(
             f"INSERT INTO {_COMMITS} (id, target) VALUES ({mark}, {mark}) ON CONFLICT DO NOTHING",  # noqa: S608
@@ -169,7 +169,7 @@ class DatabaseSink:
     def _is_free(self, database: Any, id_: str, target: str) -> bool:
         """Whether an entry does not exist.
 
-        Tries to add it, because a transaction may not see the entries of other transactions.
+        Tries to add the entry, because a transaction may not see the entries of other transactions.
         """
         database.execute("SAVEPOINT looked")
         is_free = self._record(database, id_, target)
@@ -212,7 +212,7 @@ class DatabaseSink:
 
     @property
     def _mark_prefix(self) -> str:
-        """The beginning of the entries that hold marks. No table has such a name."""
+        """The beginning of the targets that contain marks. No table has such a name."""
         return f"{self._table} mark "
 
     def _targets(self, commit_id: str) -> list[str]:
@@ -249,6 +249,6 @@ class DatabaseSink:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[Any]:
-        """A connection with one transaction."""
+        """Opens a connection and a transaction on it."""
         with self._connected() as database, self._within(database):
             yield database

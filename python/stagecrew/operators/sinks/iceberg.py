@@ -1,4 +1,4 @@
-"""The sink for an Iceberg table. Files are staged in the table's folder. One snapshot adds them, with the commit id."""
+"""The sink for an Iceberg table. Tasks stage files in the table's folder. One snapshot adds them with the commit id."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["IcebergSink"]
 
-#: The snapshot property with the commit's id.
+#: The snapshot property that contains the commit's id.
 _PROPERTY: Final = "stagecrew.commit-id"
-#: The property of the same snapshot with the mark.
+#: The property of the same snapshot that contains the mark.
 _MARK: Final = "stagecrew.commit-mark"
 #: The property of a snapshot without files. It names a run that will never be committed.
 _REFUSED: Final = "stagecrew.refused-run"
@@ -36,8 +36,8 @@ class IcebergSink:
     """An existing Iceberg table, through pyiceberg (`stagecrew[iceberg]`). Readers see all rows of a commit or none.
 
     One snapshot adds the files of a commit, with the commit's id in its properties. Two concurrent commits both
-    succeed. A repeat recognizes a commit while its snapshot exists, or while the table contains files of it. If the
-    table refuses the files, the sink adds a snapshot without files. After that, no other driver can add them.
+    succeed. A repeat recognizes a commit while its snapshot exists, or while the table contains files of the commit. If
+    the table refuses the files, the sink adds a snapshot without files. After that, no other driver can add the files.
 
     Args:
         identifier: The identifier of the table, such as `db.flights`.
@@ -119,7 +119,7 @@ class IcebergSink:
 
         location = self._location(staging)
         files = [f"{location}/{file_of(staging.commit_id, message)}" for message in messages]
-        # After the last try the table changes all the time, which is not a conflict: the commit stays decided.
+        # If even the last try fails, the table changes all the time. This is not a conflict: the commit stays decided.
         retrying = Retrying(
             retry=retry_if_exception_type(CommitFailedException), stop=stop_after_attempt(_TRIES), reraise=True
         )
@@ -151,8 +151,8 @@ class IcebergSink:
             raise CommitConflict(
                 f"table {self._identifier} refuses the rows: {error}. Fix the rows or the table, and commit again"
             ) from error
-        # Outside of the handler above, because an invalid reply of the catalogue is also a ValueError. Then the outcome
-        # is unknown.
+        # This call is outside of the handler above, because an invalid reply from the catalogue is also a ValueError,
+        # but leaves the outcome unknown.
         transaction.commit_transaction()
 
     def done(self, commit_id: str) -> bool:
@@ -169,7 +169,7 @@ class IcebergSink:
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer.discard`.
 
-        Files that readers of the table see always stay, even if the snapshot has expired.
+        Files that readers of the table see are never deleted, even if the snapshot has expired.
         """
         location = self._location(staging)
         filesystem, path = file_system(location, None)
@@ -216,7 +216,7 @@ def _snapshot(table: Table, name: str, value: str) -> dict[str, str] | None:
 
 
 def _visible_files(table: Table, files: Sequence[str]) -> set[str]:
-    """The files among the given ones that readers of the table see."""
+    """Those of the given files that readers of the table see."""
     if (snapshot := table.current_snapshot()) is None:
         return set()
     entries = (entry for manifest in snapshot.manifests(table.io) for entry in manifest.fetch_manifest_entry(table.io))

@@ -1,4 +1,4 @@
-"""The sink for Parquet objects and manifests, for stores that cannot rename."""
+"""The sink for Parquet objects with manifests, for object stores, which cannot rename."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FILE: Final = re.compile(r"data(/(?!\.{1,2}(/|$))[A-Za-z0-9._-]+)+")
 
 
 class ObjectSink:
-    """Parquet objects with a manifest for each commit. `read_committed` reads all of a commit or nothing.
+    """Parquet objects with a manifest for each commit. `read_committed` reads all rows of a commit or none.
 
     Use it for object stores, which cannot rename. A single write creates the manifest, which makes the commit visible.
     A `path` contains many commits: objects are in `data/<commit id>/<run>/`, manifests in `_stagecrew/`.
@@ -128,7 +128,7 @@ class ObjectSink:
 
 
 def read_committed(path: Any, filesystem: pyarrow.fs.FileSystem | None = None) -> pyarrow.dataset.Dataset:
-    """Reads the commits of an `ObjectSink` as an Arrow dataset. It contains all of a commit or nothing of it.
+    """Returns the commits of an `ObjectSink` as an Arrow dataset, which contains all rows of a commit or none.
 
     This also holds for a commit that becomes visible while this call runs.
 
@@ -137,11 +137,11 @@ def read_committed(path: Any, filesystem: pyarrow.fs.FileSystem | None = None) -
         filesystem: The file system of the path, by default that of the URI, or the local disk.
 
     Returns:
-        The rows of all commits at the path.
+        A dataset with the rows of all commits at the path.
 
     Raises:
         FileNotFoundError: If nothing was ever committed there.
-        CommitFailed: If a manifest was not written by stagecrew, or by a later version of it.
+        CommitFailed: If a manifest was not written by stagecrew, or has the format of a later version.
 
     Examples:
         >>> import tempfile

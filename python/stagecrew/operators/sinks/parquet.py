@@ -56,13 +56,13 @@ class ParquetSink:
     The file system must rename folders atomically. One rename makes the folder of a commit visible. The
     folder contains the commit's id. On a local disk, committed files are durable.
 
-    * `mode="create"`: `path` is that folder. It must not exist, unless it is an empty folder that is neither a mount
-      point nor a symbolic link. Otherwise the commit raises `CommitConflict`.
-    * `mode="append"`: `path` is a table of many commits. Each has its own folder `stagecrew_commit=<id>`, which Spark
-      and Arrow read as a partition column.
+    * `mode="create"`: `path` is that folder. It must not exist, or be an empty folder on a local disk that is neither a
+      mount point nor a symbolic link. Otherwise the commit raises `CommitConflict`.
+    * `mode="append"`: `path` is a table of many commits. Each commit has its own folder `stagecrew_commit=<id>`, which
+      Spark and Arrow read as a partition column.
 
-    Tasks stage their rows in a folder `_stagecrew-…` with the same parent. Readers skip it, and it is deleted after the
-    commit.
+    Tasks stage their rows in a folder `_stagecrew-…` with the same parent. Readers skip this folder, and it is deleted
+    after the commit.
 
     Args:
         path: A path, or a URI for `pyarrow.fs`.
@@ -124,7 +124,7 @@ class ParquetSink:
             open_folder(self._filesystem, folder, staging)
 
     def _schema(self) -> pa.Schema | None:
-        """The schema of the rows that are committed to a table, or None if there are no rows."""
+        """The schema of the files that are already committed to the table, or None if no file exists."""
         for file in list_files(self._filesystem, self._path, hidden=False):
             if file.endswith(".parquet"):
                 return pq.read_schema(file, filesystem=self._filesystem)
@@ -158,7 +158,7 @@ class ParquetSink:
     def _move_in(self, source: str, destination: str, staging: Staging) -> None:
         """Moves a staged file into the folder that is renamed later.
 
-        A commit that was interrupted may have moved it already.
+        An earlier try that was interrupted may already have moved the file.
         """
         try:
             move(self._filesystem, source, destination)
@@ -229,7 +229,7 @@ class ParquetSink:
     def _remove_at_once(self, folder: str) -> None:
         """Renames the folder, and then deletes it.
 
-        So another driver that is about to rename the folder finds the complete folder, or none.
+        So another driver that is about to rename the folder finds either the complete folder or no folder.
         """
         renamed = f"{folder}-gone"
         remove_folder(self._filesystem, renamed)

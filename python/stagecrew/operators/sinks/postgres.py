@@ -1,4 +1,4 @@
-"""Tables of a PostgreSQL database, through psycopg."""
+"""The dialect of PostgreSQL, through psycopg."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from stagecrew.operators.sinks.dialect import ATTEMPT, BUSY, Transaction, quoted
 
 __all__ = ["Postgres"]
 
-#: A connection is given up after this many seconds without a packet from the server's host.
+#: The sink gives up a connection after this many seconds without a packet from the server's host.
 _SILENCE: Final = 60
-#: How many seconds to wait for a task that still stages rows after its commit has ended.
+#: How many seconds to wait for a task that is still staging rows after its commit has ended.
 _PATIENCE: Final = 5
 _ESCAPE: Final = "in a password, and in names, write / as %2F, @ as %40, ? as %3F and % as %25"
 
@@ -42,13 +42,13 @@ class Postgres:
         return " ".join(f"{name}={known[name]}" for name in names if known.get(name))
 
     def _parts(self) -> dict[str, Any]:
-        """The parts of the url, as the server's library reads them."""
+        """The parts of the url, as libpq, the server's client library, reads them."""
         import psycopg
         from psycopg.conninfo import conninfo_to_dict
 
         try:
             return dict(conninfo_to_dict(self._url))
-        except psycopg.Error:  # its text has parts of the url
+        except psycopg.Error:  # the text of this error contains parts of the url
             raise OperatorMisused(
                 f"the url of the database of table {self._table} cannot be parsed: {_ESCAPE}"
             ) from None
@@ -69,13 +69,13 @@ class Postgres:
                 "server and the url"
             ) from reason
         with connection as database:
-            # A driver that is stopped in a transaction does not block the others for longer.
+            # A driver that is suspended in a transaction blocks the others for no longer than this.
             database.execute(f"SET lock_timeout = '{BUSY}s'")
             database.execute(f"SET idle_in_transaction_session_timeout = '{BUSY}s'")
             yield database
 
     def _without_password(self, error: Exception) -> Exception:
-        """The error on one line. Its text may repeat parts of the url."""
+        """The error on one line, without passwords, because its text may repeat parts of the url."""
         rest = self._url.partition("://")[2]
         password = rest.partition("/")[0].rpartition("@")[0].partition(":")[2]
         if "@" in password:  # for libpq, the host begins after the first @
@@ -134,11 +134,11 @@ class Postgres:
         """See `Dialect`."""
         from psycopg import errors
 
-        with contextlib.suppress(errors.UniqueViolation, errors.DuplicateTable):  # another session creates it now
+        with contextlib.suppress(errors.UniqueViolation, errors.DuplicateTable):  # another session is creating it
             connection.execute(statement)
 
     def drop_stage(self, connection: Any, stage: str, transaction: Transaction) -> None:
-        """See `Dialect`. Tasks that hold the table lose their connection."""
+        """See `Dialect`. A task that still holds a lock on the table loses its connection."""
         from psycopg import errors
 
         drop = f"DROP TABLE IF EXISTS {stage}"

@@ -1,4 +1,4 @@
-"""Tables of an SQLite database, for one host."""
+"""The dialect of SQLite, for one host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sqlite:
     placeholder = "?"
 
     def __init__(self, url: str) -> None:
-        # Relative to the working directory of this process: tasks run in others.
+        # Resolve the path now, because the working directories of tasks differ.
         self._file = os.path.abspath(urllib.parse.unquote(url.partition("sqlite:///")[2]))  # noqa: PTH100
         self.described = f", {self._file},"
 

@@ -1,4 +1,4 @@
-"""The staging folder of a run, and the Parquet files that tasks write there. All sinks that write Parquet use it."""
+"""The staging folder of a run, and the Parquet files that tasks write there. All sinks that write Parquet use this."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def open_folder(filesystem: pyarrow.fs.FileSystem, folder: str, staging: Staging
 
 
 def text_of_mark(staging: Staging, **fields: Any) -> bytes:
-    """The content of a small file of a sink, with the id of its commit."""
+    """Returns the content of a small file of a sink, with the id of its commit."""
     return json.dumps({"format": _FORMAT, "commit": staging.commit_id, **fields}).encode()
 
 
 def fields_of(data: bytes, path: str) -> dict[str, Any]:
     """Reads the content that `text_of_mark` returned.
 
-    Raises `CommitFailed` if the file has a later format or is not a file of stagecrew.
+    Raises `CommitFailed` if the file has another format, or is not a file of stagecrew.
     """
     try:
         fields = json.loads(data)
@@ -85,9 +85,9 @@ def open_first(
 ) -> None:
     """Creates the folder of a run in a table whose first commit sets the schema.
 
-    Raises `CommitFailed` if the run has another schema than the table. `below` is the folder of all runs. `committed`
-    returns the schema of the committed rows. A run writes its own schema before it reads those of other runs. So if two
-    runs begin at the same time in an empty table, at least one of them notices the other.
+    Raises `CommitFailed` if the schema of the run differs from the schema of the table. `below` is the folder of all
+    runs. `committed` returns the schema of the committed rows. A run writes its own schema before it reads the schemas
+    of other runs. So if two runs begin at the same time in an empty table, at least one of them notices the other.
     """
     schema = committed()
     if schema is not None:
@@ -102,7 +102,7 @@ def open_first(
         try:
             json.loads(data)
         except ValueError:
-            continue  # its run is still writing it, and will then read ours
+            continue  # the other run is still writing this file, and will then read ours
         mark = fields_of(data, file)
         if mark["commit"] != staging.commit_id:
             other = f"commit {mark['commit']!r}, which is about to create {path}"
@@ -120,7 +120,7 @@ def _require_fit(staging: Staging, schema: pa.Schema, table: str) -> None:
 
 
 def schema_text(schema: pa.Schema) -> str:
-    """A schema as text, for JSON."""
+    """Returns a schema as a text, for JSON."""
     return str(schema.serialize().to_pybytes().hex())
 
 
@@ -130,7 +130,7 @@ def schema_of(text: str) -> pa.Schema:
 
 
 def keep_only(filesystem: pyarrow.fs.FileSystem, folder: str, kept: Sequence[str]) -> None:
-    """Ends a run. Deletes its folder, or, if names are kept, all staged files except those."""
+    """Ends a run. Deletes its folder, or, if some names are kept, all staged files with other names."""
     remove_file(filesystem, f"{folder}/{_OPEN}")
     if not kept:
         remove_folder(filesystem, folder)  # not its parent, which may contain the folder of another run
@@ -153,8 +153,8 @@ def write_part(
 ) -> Message | None:
     """Writes a task's rows as one Parquet file. Returns None if there are no rows.
 
-    On a local disk the file is durable. After an error no file is left, even if the run had ended and this write has
-    created its deleted folder again.
+    On a local disk the file is durable. After an error, the file is deleted, even if the run had ended and this
+    write has created the deleted folder again.
     """
     name = f"part-{partition:05d}-{attempt}.parquet"
     path = f"{folder}/{name}"
@@ -233,5 +233,5 @@ def differing(schema: pa.Schema, table: pa.Schema, what: str, required: bool = F
 
 
 def _plain(type_: pa.DataType) -> str:
-    """A type as text, without the differences that are only Arrow's memory layout."""
+    """Returns a type as a text, without differences that concern only Arrow's memory layout."""
     return str(type_).replace("large_", "")
