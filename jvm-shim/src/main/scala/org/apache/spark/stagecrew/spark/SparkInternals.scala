@@ -23,6 +23,11 @@ import org.apache.spark.storage._
 import org.apache.spark.util.{ShutdownHookManager, Utils}
 import partitions._
 
+/** An event of the plugin that is not written to event logs: core/scheduler/SparkListener.scala. */
+private[stagecrew] trait NotLogged extends SparkListenerEvent {
+  override def logEvent: Boolean = false
+}
+
 /**
  * The shim calls Spark's private API only here, and in `Rpc`, `SparkUi`, `StagecrewScheduler`, `StagecrewSql` and
  * `StagecrewPlans`. Each section names the Spark files (of 4.3) that it relies on. A new Spark version affects only
