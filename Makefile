@@ -5,7 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := build/.stamps
-JAR_SOURCES := build.sbt project/build.properties $(shell find jvm-shim/src/main python/stagecrew -name '*.scala' -o -name '*.java' -o -name '*.py' -o -path '*/resources/*' -type f 2>/dev/null)
+JAR_SOURCES := build.sbt project/build.properties $(shell find jvm-shim/src/main python/stagecrew \
+	-name '*.scala' -o -name '*.java' -o -name '*.py' -o -path '*/resources/*' -type f 2>/dev/null)
 JAR := $(STAMPS)/jar
 unexport PYSPARK_PYTHON
 
@@ -18,13 +19,18 @@ setup: $(STAMPS)/installed ## create the environment in .venv, build the jar, in
 
 $(STAMPS)/venv: pyproject.toml
 	@mkdir -p $(STAMPS)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "stagecrew needs Python >= 3.11: make PYTHON=python3.11"; exit 1; }
-	@command -v java >/dev/null || { echo "Spark needs a JDK 17 or newer (Debian: apt-get install openjdk-17-jdk-headless)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "stagecrew needs Python >= 3.11: make PYTHON=python3.11"; exit 1; }
+	@command -v java >/dev/null || { \
+	  echo "Spark needs a JDK 17 or newer (Debian: apt-get install openjdk-17-jdk-headless)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); x = p["project"]["optional-dependencies"]; \
-	  wanted = {r for k in ("spark", "postgres", "iceberg", "zookeeper", "demo", "docs", "dev") for r in x[k] if not r.startswith("stagecrew[")}; \
-	  print("\n".join(sorted(wanted | set(p["project"]["dependencies"]))))' > $(STAMPS)/requirements.txt
+	$(BIN)/python -c 'import tomllib; \
+	  project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  extras = project["optional-dependencies"]; \
+	  names = ("spark", "postgres", "iceberg", "zookeeper", "demo", "docs", "dev"); \
+	  wanted = {one for name in names for one in extras[name] if not one.startswith("stagecrew[")}; \
+	  print("\n".join(sorted(wanted | set(project["dependencies"]))))' > $(STAMPS)/requirements.txt
 	$(BIN)/python -m pip install -q -r $(STAMPS)/requirements.txt
 	@touch $@
 
@@ -89,18 +95,21 @@ docs: setup ## build the documentation into site/, with warnings as errors
 $(STAMPS)/peers: pyproject.toml
 	@mkdir -p $(STAMPS)
 	test -x build/peers/bin/python || $(PYTHON) -m venv build/peers
-	$(PYTHON) -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["bench"]))' > $@.txt
+	$(PYTHON) -c 'import tomllib; \
+	  project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print("\n".join(project["optional-dependencies"]["bench"]))' > $@.txt
 	build/peers/bin/python -m pip install -q -r $@.txt
 	@touch $@
 
 bench: setup $(STAMPS)/peers ## run the benchmarks, and print the figures as JSON and as a table
 	$(BIN)/python tests/benchmarks/run.py
 
-demo: setup ## run the main job with and without stagecrew
+demo: setup ## enrich real flights with and without stagecrew
 	$(BIN)/stagecrew demo
 
 compat: setup ## run PySpark's own tests from SPARK_SOURCE, with and without the plugin
 	$(BIN)/python tests/compat/run.py $(SPARK_SOURCE)
 
 clean: ## delete everything that was built
-	rm -rf $(STAMPS) build/peers build/spark-classes.jsa build/spark-home build/hdfs.jar site dist jvm-shim/target target python/stagecrew/jars
+	rm -rf $(STAMPS) build/peers build/spark-classes.jsa build/spark-home build/hdfs.jar site dist \
+	  jvm-shim/target target python/stagecrew/jars

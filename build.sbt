@@ -48,11 +48,13 @@ lazy val shim = (project in file("jvm-shim"))
     libraryDependencies += ("org.apache.hadoop" % "hadoop-client-minicluster" % hadoopVersion % Hdfs).intransitive(),
     hdfsJar := {
       val target = (ThisBuild / baseDirectory).value / "build" / "hdfs.jar"
-      update.value.select(configurationFilter(Hdfs.name)).filter(_.length != target.length).foreach(IO.copyFile(_, target))
+      update.value.select(configurationFilter(Hdfs.name)).filter(_.length != target.length)
+        .foreach(IO.copyFile(_, target))
       target
     },
     dependencyOverrides += "org.scala-lang" % "scala-library" % pysparkScalaVersion,
-    scalacOptions ++= Seq("-release:17", "-deprecation", "-feature", "-unchecked", "-Xlint", "-Wunused", "-Wdead-code", "-Werror"),
+    scalacOptions ++= Seq(
+      "-release:17", "-deprecation", "-feature", "-unchecked", "-Xlint", "-Wunused", "-Wdead-code", "-Werror"),
     javacOptions ++= Seq("--release", "17", "-Xlint:all", "-Werror"),
     Compile / doc / sources := Nil,
     // The jar contains the Python package, so that executors need only PySpark.
@@ -65,7 +67,8 @@ lazy val shim = (project in file("jvm-shim"))
       s"stagecrew_${scalaBinaryVersion.value}-$stagecrewVersion.jar",
     Test / fork := true,
     Test / javaOptions ++= Seq(
-      "java.lang", "java.lang.invoke", "java.net", "java.nio", "java.util", "java.util.concurrent", "java.util.concurrent.atomic"
+      "java.lang", "java.lang.invoke", "java.net", "java.nio", "java.util", "java.util.concurrent",
+      "java.util.concurrent.atomic"
     ).map(p => s"--add-opens=java.base/$p=ALL-UNNAMED") ++ Seq(
       "--add-opens=java.base/sun.nio.ch=ALL-UNNAMED", "--add-opens=java.base/sun.security.action=ALL-UNNAMED",
       "-Xmx1g", "-Dlog4j.configurationFile=log4j2-test.properties"),

@@ -1,7 +1,7 @@
 """The build hook: puts exactly one jar into `stagecrew/jars/` of the wheel and of the sdist.
 
-From an sdist the jar is there already, and neither sbt nor a JDK is needed. From a git checkout `build/sbt` makes it when
-it is missing or older than its sources.
+An sdist already contains the jar, so building from it needs neither sbt nor a JDK. In a git checkout, `build/sbt`
+builds the jar if it is missing or older than its sources.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class JarHook(BuildHookInterface):
-    """See above."""
+    """Builds the jar if necessary. Fails if an sdist does not contain exactly one jar."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
         jars = root / "python" / "stagecrew" / "jars"
         if (root / "PKG-INFO").exists():
             if len(list(jars.glob("*.jar"))) != 1:
-                raise RuntimeError("this sdist carries no jar, or several: it is broken")
+                raise RuntimeError("this sdist is broken, because it does not contain exactly one jar")
             return
         sources = [
             path

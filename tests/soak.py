@@ -1,4 +1,4 @@
-"""Checks that a long-running session holds no more resources at the end than at the beginning.
+"""Checks that a long-running session holds hardly more resources at the end than at the beginning.
 
 The first part uses operators thousands of times in one topology, the second runs many topologies in one session. The
 script samples the threads, file descriptors and memory of all processes, and compares the first quarter of the samples
@@ -33,15 +33,15 @@ from support.waiting import eventually
 
 #: Number of samples in one part.
 SAMPLES = 20
-#: Bytes that one use of an operator may keep: 2 kB, and the state of a split coordinator with one split.
-USE = 2048 + 2560
+#: The bytes that one use of an operator may keep: 2 kB, and the state of a splits coordinator with one split.
+BYTES_PER_USE = 2048 + 2560
 
 
 @dataclasses.dataclass
 class Resources:
-    """Resources of all processes of one kind.
+    """The resources of all processes of one kind.
 
-    Memory is in MB: the used heap after a collection for a JVM, else the RSS.
+    Memory is in MB. For a JVM it is the used heap after a garbage collection, otherwise the RSS.
     """
 
     threads: int = 0
@@ -80,7 +80,7 @@ def sample(spark: Any) -> dict[str, Resources]:
 
 
 def heap_of(pid: int) -> float:
-    """Returns the used heap of a JVM after a collection, in MB."""
+    """Returns the used heap of a JVM after a garbage collection, in MB."""
 
     def jcmd(*arguments: str) -> str:
         return subprocess.run(["jcmd", str(pid), *arguments], capture_output=True, text=True, check=True).stdout
@@ -108,10 +108,10 @@ class Samples:
             )
             print(f"{number:6} of {self._total}, {time.monotonic() - self._began:5.0f} s  {held}", flush=True)
 
-    def verdict(self, bytes_per_use: int) -> tuple[list[str], dict[str, Any]]:
+    def check_growth(self, bytes_per_use: int) -> tuple[list[str], dict[str, Any]]:
         """Returns the resources that grew too much, and the figures.
 
-        `bytes_per_use` is how much memory of the driver's Python one more operation may keep.
+        `bytes_per_use` is how much memory the driver's Python may keep for each operation.
         """
         quarter = len(self.samples) // 4
         first, last = self.samples[1 : 1 + quarter], self.samples[-quarter:]
@@ -162,7 +162,7 @@ class Echo(stagecrew.Coordinator):
 def uses(spark: Any, folder: Path, total: int, run_one_in: int = 3) -> Samples:
     """Uses operators in one topology: splits, maps, commits and supersteps.
 
-    All commits run, and one in `run_one_in` of the other datasets.
+    Every commit runs. Of the other datasets, one in `run_one_in` runs.
     """
     course = Samples(spark, total)
     one = spark.range(0, 1, 1, 1)
@@ -232,20 +232,20 @@ def main(arguments: list[str] | None = None) -> int:
         use_spark_home()
         builder = session_builder("local-cluster[1,2,1024]")
         # With small limits, Spark's own history of finished jobs reaches its limit early.
-        for kept in (
+        for key in (
             "spark.ui.retainedJobs",
             "spark.ui.retainedStages",
             "spark.ui.retainedTasks",
             "spark.sql.ui.retainedExecutions",
         ):
-            builder = builder.config(kept, "50")
+            builder = builder.config(key, "50")
         spark = stagecrew.configure(builder.config("spark.executor.heartbeatInterval", "2s")).getOrCreate()
         try:
             for name, course, bytes_per_use in (
-                ("uses", lambda: uses(spark, Path(folder) / "out", given.uses), USE),
+                ("uses", lambda: uses(spark, Path(folder) / "out", given.uses), BYTES_PER_USE),
                 ("topologies", lambda: topologies(spark, given.topologies), 0),
             ):
-                found, figures[name] = course().verdict(bytes_per_use)
+                found, figures[name] = course().check_growth(bytes_per_use)
                 grew += [f"{name}: {one}" for one in found]
             children = psutil.Process().children(recursive=True)
         finally:

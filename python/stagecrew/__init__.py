@@ -1,10 +1,10 @@
 """Coordination for Apache Spark, from Python: listeners, topologies, operators and jobs that survive the driver.
 
-This module has the names that most users type. Errors are in `stagecrew.errors`, ready-made operators and their sinks
-in `stagecrew.operators`, jobs in `stagecrew.recovery`, and fakes for tests in `stagecrew.testing`.
+This module exports the names that most users need. Errors are in `stagecrew.errors`, ready-made operators and their
+sinks in `stagecrew.operators`, jobs in `stagecrew.recovery`, and fakes for tests in `stagecrew.testing`.
 
-`import stagecrew` loads neither PySpark nor anything that starts a thread, because Spark's Python daemons import it,
-too.
+`import stagecrew` loads neither PySpark nor anything that starts a thread, because Spark's Python daemon also imports
+it.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ _LAZY = {
     "read_committed": "stagecrew.operators",
     "spark_conf": "stagecrew.jar",
 }
-#: Public modules that `stagecrew.<module>` imports.
+#: Public modules. `stagecrew.<module>` imports the module when it is first used.
 _MODULES = ("operators", "recovery", "testing")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first used, because some need PySpark."""
+    """Imports a name when it is first used, because some names need PySpark."""
     if name in _MODULES:
         return importlib.import_module(f"stagecrew.{name}")
     if name not in _LAZY:
@@ -111,8 +111,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name in ("pyspark", "py4j"):
             raise ModuleNotFoundError(
-                f"stagecrew.{name} needs PySpark: `pip install 'stagecrew[spark]'`, or add the one in SPARK_HOME to "
-                "PYTHONPATH",
+                f"stagecrew.{name} needs PySpark: `pip install 'stagecrew[spark]'`, or add the PySpark in SPARK_HOME "
+                "to PYTHONPATH",
                 name=error.name,
             ) from error
         raise

@@ -1,3 +1,3 @@
-"""The one version of package, wheel and jar."""
+"""The version of the Python package, the wheel and the jar."""
 
 __version__ = "0.1.0"

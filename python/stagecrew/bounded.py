@@ -1,4 +1,4 @@
-"""A collection that keeps its last entries."""
+"""A dict that keeps only the entries that were added last."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ V = TypeVar("V")
 class Bounded(dict[K, V], Generic[K, V]):
     """A dict that keeps the `limit` keys that were added last. Not thread-safe.
 
-    An older entry is passed to `evicted`, which may add it to a sum. Setting a key again keeps its place. Only
-    assignments of single keys are bounded.
+    Each removed entry is passed to `evicted`, which can, for example, add it to a sum. A key that is assigned again
+    does not count as added last. Only assignments of single keys keep the limit: do not use `update` or `setdefault`.
 
     Examples:
         >>> last = Bounded(2)

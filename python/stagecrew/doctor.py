@@ -29,7 +29,7 @@ __all__ = ["Check", "examine", "java", "require_java", "show"]
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 
-#: The Java version that Spark 4 needs.
+#: The oldest Java version that Spark 4 supports.
 JAVA: Final = 17
 
 #: How long the small application waits for an executor, in seconds.
@@ -38,7 +38,7 @@ PATIENCE: Final = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The result of one check. `remedy` says what to do, unless `status` is `ok`."""
+    """The result of one check. `found` describes the result. `remedy` says what to do, unless `status` is `ok`."""
 
     name: str
     status: Status
@@ -51,17 +51,20 @@ class Check:
 
 
 def examine(master: str | None) -> list[Check]:
-    """Runs all checks, in the order of their dependencies. Never raises. Without a master, Spark is not started."""
+    """Runs all checks, in an order in which each follows those that it depends on. Never raises.
+
+    If `master` is None, Spark is not started.
+    """
     checks = [
-        _contained("Java", java),
-        _contained("PySpark", pyspark_version),
-        _contained("Jar", jar),
-        _contained("pandas", pandas_version),
+        _run_check("Java", java),
+        _run_check("PySpark", pyspark_version),
+        _run_check("Jar", jar),
+        _run_check("pandas", pandas_version),
     ]
     if store := os.environ.get("STAGECREW_STORE"):
-        checks.append(_contained("Store", lambda: coordination_store(store)))
+        checks.append(_run_check("Store", lambda: coordination_store(store)))
     if state := os.environ.get("STAGECREW_STATE"):
-        checks.append(_contained("State", lambda: state_storage(state)))
+        checks.append(_run_check("State", lambda: state_storage(state)))
     if master is None:
         return [*checks, Check("Spark", "skipped", "not started", "run `stagecrew doctor` without --no-spark")]
     broken = [check.name for check in checks[:3] if check.status == "failed"]
@@ -70,7 +73,7 @@ def examine(master: str | None) -> list[Check]:
     return [*checks, *spark(master)]
 
 
-def _contained(name: str, check: Callable[[], Check]) -> Check:
+def _run_check(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:
@@ -113,9 +116,9 @@ def java() -> Check:
     try:
         ran = subprocess.run([command, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Check("Java", "failed", f"{command} does not run: {error}", install)
-    said = ran.stderr + ran.stdout
-    match = re.search(r'version "(?:1\.)?(\d+)[^"]*"', said)
+        return Check("Java", "failed", f"{command} cannot be run: {error}", install)
+    output = ran.stderr + ran.stdout
+    match = re.search(r'version "(?:1\.)?(\d+)[^"]*"', output)
     if match is None:
         return Check("Java", "failed", f"`{command} -version` prints no version (exit code {ran.returncode})", install)
     version = match[0].split('"')[1]
@@ -154,7 +157,7 @@ def _broken(name: str, error: Exception, install: str) -> Check:
 
 
 def jar() -> Check:
-    """Checks the jar and the version that it contains."""
+    """Checks that there is a jar, and that its classes and its Python code have the version of this package."""
     reinstall = "pip install --force-reinstall stagecrew, or `make jar` in a checkout"
     try:
         path = jar_path()
@@ -167,14 +170,18 @@ def jar() -> Check:
     except (OSError, zipfile.BadZipFile, KeyError) as error:
         return Check("Jar", "failed", f"{path} cannot be read: {error}", reinstall)
     versions = {
-        "its classes": re.search(r"^Implementation-Version: (\S+)", manifest, re.MULTILINE),
-        "its Python code": re.search(r'__version__ = "(.+)"', inside),
+        "classes": re.search(r"^Implementation-Version: (\S+)", manifest, re.MULTILINE),
+        "Python code": re.search(r'__version__ = "(.+)"', inside),
     }
     for what, match in versions.items():
-        version = match[1] if match else "without a version"
+        version = match[1] if match else "unknown"
         if version != __version__:
             return Check(
-                "Jar", "failed", f"{what} are {version}, the Python package is {__version__}: {path}", reinstall
+                "Jar",
+                "failed",
+                f"the version of the {what} in the jar is {version}, that of the Python package is {__version__}: "
+                f"{path}",
+                reinstall,
             )
     return Check("Jar", "ok", f"{__version__}, the same as the Python package: {path}")
 
@@ -227,7 +234,7 @@ def state_storage(uri: str) -> Check:
 
 
 def spark(master: str) -> list[Check]:
-    """Runs a small application, and checks that the plugin is active, and which code a worker imports."""
+    """Runs a small application. Checks that the plugin is active, and which Python and which code its workers use."""
     with tempfile.TemporaryDirectory(prefix="stagecrew-doctor-") as folder:
         log = Path(folder, "spark.log")
         log.touch()
@@ -268,10 +275,10 @@ def _application(master: str, log: Path) -> list[Check]:
 def _first_task(session: Any) -> dict[str, Any]:
     """Returns what the first task reports. A job that waits too long for an executor is cancelled."""
     context = session.sparkContext
-    waited = threading.Event()
+    gave_up = threading.Event()
 
     def look(_: Iterator[int]) -> Iterator[dict[str, Any]]:
-        # Pickled by value, with its imports inside: a worker need not have the modules that this one imports.
+        # Imports inside, because the function is pickled by value, and workers may lack this module's other imports.
         import platform
         import sys
 
@@ -285,7 +292,7 @@ def _first_task(session: Any) -> dict[str, Any]:
         }
 
     def give_up() -> None:
-        waited.set()
+        gave_up.set()
         context.cancelAllJobs()
 
     timer = threading.Timer(PATIENCE, give_up)
@@ -294,7 +301,7 @@ def _first_task(session: Any) -> dict[str, Any]:
     try:
         seen: list[dict[str, Any]] = context.parallelize([0], 1).mapPartitions(look).collect()
     except Exception as error:
-        if waited.is_set():
+        if gave_up.is_set():
             raise ConfigurationError(f"no executor ran a task within {PATIENCE:g} s") from error
         raise
     finally:
@@ -303,9 +310,12 @@ def _first_task(session: Any) -> dict[str, Any]:
 
 
 def _python(seen: dict[str, Any]) -> Check:
-    mine = platform.python_version()
-    found = f"the driver runs {mine} ({sys.executable}), the executors run {seen['python']} ({seen['executable']})"
-    if seen["python"] != mine:
+    driver_version = platform.python_version()
+    found = (
+        f"the driver runs {driver_version} ({sys.executable}), the executors run {seen['python']} "
+        f"({seen['executable']})"
+    )
+    if seen["python"] != driver_version:
         return Check("Python", "warning", found, "set PYSPARK_PYTHON to a Python of the driver's version on every host")
     return Check("Python", "ok", found)
 
@@ -345,7 +355,7 @@ def _remedy(error: Exception, line: str, master: str) -> str:
     if re.search("Error from python worker|Cannot run program", text):
         return "set PYSPARK_PYTHON to a Python >= 3.11 with PySpark that every host has"
     if "within" in text and isinstance(error, ConfigurationError):
-        return f"check that {master} is right, and on its web page that a worker is free"
+        return f"check that {master} is correct, and that its web page shows a free worker"
     if isinstance(error, StagecrewError):
         return "see the message above"
     if re.search("Could not parse Master URL|Master must either be", text):

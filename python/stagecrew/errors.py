@@ -2,13 +2,13 @@
 
     StagecrewError
     ├── ConfigurationError          a setting, an argument or the installation is wrong
-    │   └── NotActive               the plugin does not run in this SparkContext
+    │   └── NotActive               the plugin is not running in this SparkContext
     ├── ListenerError               one listener cannot be used, or its hook failed
     │   └── HookTimeout             open or close took too long
-    ├── TopologyError               a topology is in another state than the call needs
-    │   └── ResourceNotOpen         get() where the listener is not open
-    ├── CoordinationError           between a task and its coordinator
-    │   ├── OperatorMisused         an operator or a bound function is used where it cannot work
+    ├── TopologyError               a topology is in the wrong state for the call
+    │   └── ResourceNotOpen         get() was called where the listener is not open
+    ├── CoordinationError           coordination between a task and its coordinator failed
+    │   ├── OperatorMisused         an operator is used in the wrong place, or an argument is wrong
     │   ├── OperatorFailed          splits, supersteps or an alignment cannot continue
     │   ├── CoordinatorFailed       a coordinator failed, and its topology with it
     │   ├── EvaluationEnded         the evaluation of this attempt has ended
@@ -22,12 +22,12 @@
     │   │   └── CommitSuperseded    another driver has taken over the commit
     │   ├── CommitPending           the commit is decided, but not applied yet
     │   └── CommitUnknown           the outcome of a write to the commit log is unknown
-    ├── RecoveryError               between a process and what outlives it
+    ├── RecoveryError               a store, stored state or a stored job cannot be used
     │   ├── RecordUnreadable        the record of a job or a commit cannot be read
-    │   ├── StoreError              the coordination store
-    │   │   ├── StoreConflict       the entries changed: nothing was done
+    │   ├── StoreError              the coordination store failed
+    │   │   ├── StoreConflict       the entries differ from those expected: nothing was done
     │   │   ├── StoreUnavailable    the store cannot be reached: nothing was done
-    │   │   ├── StoreRefused        the store does not allow it: nothing was done
+    │   │   ├── StoreRefused        the store does not allow the operation: nothing was done
     │   │   ├── StoreUnsupported    this stagecrew cannot use the store or its format
     │   │   ├── SessionLost         the session at the store has ended
     │   │   └── PossiblyInconsistentError  the outcome of a write is unknown
@@ -35,19 +35,18 @@
     │   ├── HandleError             a state handle exists, is missing, or is locked
     │   ├── StateStorageError       state cannot be written or read
     │   │   └── StateCorrupt        stored bytes are not those that were written
-    │   └── JobError                one job
+    │   └── JobError                the operation does not fit the job
     │       ├── JobExists           another job has this id
     │       ├── JobUnknown          no job has this id
     │       └── JobFailed           the job failed or was cancelled, so it has no value
-    └── ChannelError                the connection between a Python process and its executor
-        └── ChannelClosed           the other side has closed it
+    └── ChannelError                the connection between a Python process and a JVM failed
+        └── ChannelClosed           the other side has closed the connection
 
-    TaskKilled                      a BaseException: Spark ended this task
+    TaskKilled                      a BaseException: Spark has killed this task
 
-`except StagecrewError` catches all of them except `TaskKilled`, which is no `Exception`, like `KeyboardInterrupt`.
+`except StagecrewError` catches all of them except `TaskKilled`, which, like `KeyboardInterrupt`, is not an `Exception`.
 
-An error that says that a write was not done, and an error that says that its outcome is unknown, are always different
-classes.
+A write that was not done and a write whose outcome is unknown always raise errors of different classes.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class ConfigurationError(StagecrewError):
 
 
 class NotActive(ConfigurationError):
-    """The plugin does not run in this SparkContext.
+    """The plugin is not running in this SparkContext.
 
     Spark reads `spark.plugins` only while a SparkContext starts. Stop the session and build it again with
     `stagecrew.configure`, or start it with `spark-submit --conf spark.plugins=stagecrew.StagecrewPlugin`.
@@ -126,13 +125,13 @@ class ListenerError(StagecrewError):
 
 
 class HookTimeout(ListenerError, TimeoutError):
-    """`open` or `close` of a listener ran longer than its timeout and was interrupted."""
+    """The `open` or `close` of a listener ran longer than its timeout and was interrupted."""
 
 
 class TopologyError(StagecrewError):
     """A topology is not in the state that the call needs.
 
-    A topology runs once: create a new one after it has closed.
+    A topology can run only once. After it has closed, create a new one.
     """
 
 
@@ -149,7 +148,7 @@ class CoordinationError(StagecrewError):
 
 
 class OperatorMisused(CoordinationError):
-    """An operator, a bound function or a coordinator's context was used where it cannot work.
+    """An operator, a bound function or a coordinator's context was used in the wrong place or with a wrong argument.
 
     The message says what to write instead.
     """
@@ -159,13 +158,16 @@ class OperatorFailed(CoordinationError):
     """An operator cannot continue. The message names the cause and the remedy.
 
     Splits: the enumerator raised, was too slow or returned a split twice, or a file does not match its schema.
-    Supersteps: a task of the group ended, made another call than the others, was too slow or ran alone.
-    Alignment: a source waits for a slower source that makes no progress, or their event times cannot be compared.
+    Supersteps: a task of the group ended, made a different call from the others, was too slow or ran alone.
+    Alignment: a source waited too long for a slower source, or their event times cannot be compared.
     """
 
 
 class CoordinatorFailed(CoordinationError):
-    """A coordinator raised, or called `context.fail`, and its topology was cancelled. `__cause__` is its exception."""
+    """A coordinator raised an exception, or called `context.fail`. `__cause__` is the exception.
+
+    The coordinator's topology is cancelled. A coordinator of the application fails only the tasks that use it.
+    """
 
 
 class EvaluationEnded(CoordinationError):
@@ -178,13 +180,13 @@ class EvaluationEnded(CoordinationError):
 class EventRejected(CoordinationError):
     """An event, request or reply cannot be sent.
 
-    It cannot be pickled: send the values that it was created from. Or it is larger than
-    `spark.stagecrew.event.maxSize`: store it, and send its location.
+    If it cannot be pickled, send the values that it was created from. If it is larger than
+    `spark.stagecrew.event.maxSize`, store it, and send its location.
     """
 
 
 class RequestFailed(CoordinationError):
-    """The coordinator's `handle_request` raised. `__cause__` is its exception, if it can be pickled."""
+    """The coordinator's `handle_request` raised an exception. `__cause__` is the exception, if it can be pickled."""
 
 
 class CoordinationTimeout(CoordinationError, TimeoutError):
@@ -239,7 +241,7 @@ class StoreError(RecoveryError):
 
 
 class StoreConflict(StoreError):
-    """The entries of the store are not as the transaction requires. Nothing was done.
+    """The entries of the store differ from those that the transaction expects. Nothing was done.
 
     Attributes:
         index: The index of the operation that failed, or -1 if it is unknown.
@@ -272,7 +274,7 @@ class PossiblyInconsistentError(StoreError):
 
 
 class LeadershipLost(RecoveryError):
-    """This process is not the leader any more. Nothing was done, and its term can write nothing from now on."""
+    """This process is no longer the leader. Nothing was done, and its term can write nothing from now on."""
 
 
 class HandleError(RecoveryError):
@@ -303,11 +305,11 @@ class JobUnknown(JobError):
 
 
 class JobFailed(JobError):
-    """The job failed or was cancelled, so it has no value. The message has its error."""
+    """The job failed or was cancelled, so it has no value. The message contains its error."""
 
 
 class ChannelError(StagecrewError):
-    """The channel between a Python process and its executor failed, or received invalid bytes. It is closed."""
+    """The channel between a Python process and a JVM failed, or received invalid bytes. The channel is closed."""
 
 
 class ChannelClosed(ChannelError):
@@ -315,7 +317,7 @@ class ChannelClosed(ChannelError):
 
 
 class TaskKilled(BaseException):
-    """Spark ended this task, and its worker was interrupted.
+    """Spark has killed this task, and its worker was interrupted.
 
     Do not catch it. It is a `BaseException`, so `except Exception` in a task does not catch it. A worker that continues
     is killed after `spark.python.task.killTimeout` plus 5 s.

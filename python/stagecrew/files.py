@@ -66,7 +66,10 @@ def file_system(path: Any, filesystem: pyarrow.fs.FileSystem | None) -> tuple[py
 
 
 def place(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
-    """The path with its store or cluster, without secrets. Processes with the same settings get the same text."""
+    """Describes where a path is: the path with its store or cluster, without secrets.
+
+    Processes with the same settings get the same text.
+    """
     if is_local(filesystem):
         return os.path.abspath(path)  # noqa: PTH100 (pathlib would follow links)
     if isinstance(filesystem, pyarrow.fs.SubTreeFileSystem):
@@ -74,7 +77,7 @@ def place(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
     handler = getattr(filesystem, "handler", None)
     if isinstance(handler, pyarrow.fs.FSSpecHandler):
         options = handler.fs.storage_options
-        known = {
+        details = {
             "url": getattr(handler.fs, "url", None),
             **{name: options.get(name) for name in ("endpoint_url", "account_name", "host", "port")},
             "client": (options.get("client_kwargs") or {}).get("endpoint_url"),
@@ -84,17 +87,17 @@ def place(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
     else:
         reduced = filesystem.__reduce__()[1]
         options = reduced[0] if reduced and isinstance(reduced[0], dict) else {}
-        known = {name: options.get(name) for name in ("host", "port", "endpoint_override", "account_name", *_AZURE)}
+        details = {name: options.get(name) for name in ("host", "port", "endpoint_override", "account_name", *_AZURE)}
         kind = filesystem.type_name
-    where = " ".join(address(str(value)) for value in known.values() if isinstance(value, str | int) and value)
+    where = " ".join(address(str(value)) for value in details.values() if isinstance(value, str | int) and value)
     return f"{path} at {kind} {where}".rstrip()
 
 
 def address(text: str) -> str:
-    """A URI without its possible secrets: the text up to the last @, and the query.
+    """Removes the parts of a URI that may contain secrets: everything up to the last @, and the query.
 
-    Everything up to the last @ is removed because keys may contain slashes and question marks.
-    A local path and a name without an @ have no credentials, so they stay as they are.
+    Everything up to the last @ is removed, because keys may contain slashes and question marks. A `file` or `sqlite`
+    URI of a local path keeps its @, because it contains no credentials.
 
     >>> address("s3://KEY:SEC/RET@bucket/folder?region=x")
     's3://bucket/folder'
@@ -108,7 +111,7 @@ def address(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A commit's id as the name of a file or as a part of a URI."""
+    """Converts a commit's id to a text that is safe as the name of a file and as a part of a URI."""
     if _PLAIN.fullmatch(text):
         return text
     return f"{_UNFIT.sub('_', text)[:60]}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
@@ -151,7 +154,7 @@ def make_folder(filesystem: pyarrow.fs.FileSystem, path: str, mode: int | None =
 
 
 def remove_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
-    """Deletes a folder with its contents, even while another process deletes it too or still writes there."""
+    """Deletes a folder with its contents, even while another process also deletes it or is still writing there."""
     for _ in range(5):
         try:
             filesystem.delete_dir(path)
@@ -193,15 +196,14 @@ def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:
             with filesystem.open_input_stream(path) as stream:
                 return bytes(stream.read())
         except FileNotFoundError:
-            if not exists(
-                filesystem, path
-            ):  # raises if fsspec cannot reach the server, which it also reports as not found
+            # fsspec also reports "not found" if it cannot reach the server. Then `exists` raises.
+            if not exists(filesystem, path):
                 return None
     raise OSError(f"{path} exists, but cannot be read")
 
 
 def remove_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
-    """Deletes a file, even while another process deletes it too."""
+    """Deletes a file, even while another process also deletes it."""
     try:
         filesystem.delete_file(path)
     except OSError:
@@ -210,22 +212,23 @@ def remove_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
 
 
 def move(filesystem: pyarrow.fs.FileSystem, source: str, destination: str) -> None:
-    """Moves a file or a folder to a path that does not exist. Raises `OSError` also where HDFS fails silently."""
+    """Moves a file or a folder to a path that does not exist. Raises `OSError` even where HDFS fails silently."""
     try:
         filesystem.move(source, destination)
-    except RuntimeError as error:  # fsspec raises it for errors of a server
+    except RuntimeError as error:  # fsspec raises it for server errors
         raise OSError(str(error)) from error
     if not is_local(filesystem) and (exists(filesystem, source) or not exists(filesystem, destination)):
         raise OSError(f"{source} could not be renamed to {destination}")
 
 
 def write_whole(filesystem: pyarrow.fs.FileSystem, path: str, data: bytes, drafts: str | None = None) -> None:
-    """Writes a small file atomically: writes a draft, beside the file or in the folder `drafts`, and renames it.
+    """Writes a small file atomically: writes a draft, in the file's folder or in the folder `drafts`, and renames it.
 
-    Object stores cannot rename. There the draft is copied, and stays until its folder is deleted.
+    Object stores cannot rename, so there the draft is copied. It stays until its folder is deleted.
     """
     draft = f"{path}.{uuid.uuid4().hex}" if drafts is None else f"{drafts}/draft-{uuid.uuid4().hex}"
-    # An object store gets a partial file if its stream ends by an exception or the garbage collector: hence the draft.
+    # A draft is needed for object stores too: a stream that an exception or the garbage collector closes stores a
+    # partial file.
     with filesystem.open_output_stream(draft) as stream:
         stream.write(data)
     if is_store(filesystem):
@@ -238,7 +241,7 @@ def write_whole(filesystem: pyarrow.fs.FileSystem, path: str, data: bytes, draft
     except OSError:
         if not exists(filesystem, path):
             raise
-        remove_file(filesystem, draft)  # HDFS does not replace a file by a rename: another driver has written it
+        remove_file(filesystem, draft)  # on HDFS, a rename does not replace a file: another driver has written it
     if is_local(filesystem):
         sync(posixpath.dirname(path) or ".")
 

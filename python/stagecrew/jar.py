@@ -1,4 +1,7 @@
-"""The path of the jar, and the properties that switch it on. Needs no PySpark, so that the command starts quickly."""
+"""The path of the jar, and the Spark properties that enable the plugin.
+
+This module does not import PySpark, so that the `stagecrew` command starts quickly.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from stagecrew.errors import ConfigurationError
 
 __all__ = ["SPARK_LINE", "found_spark_submit", "jar_path", "joined", "spark_conf"]
 
-#: The Spark that the jar is built for, as major.minor.
+#: The Spark version that the jar is built for, as major.minor.
 SPARK_LINE: Final = "4.3"
 
 
@@ -47,7 +50,10 @@ def jar_path() -> str:
 
 
 def found_spark_submit() -> str:
-    """The path of spark-submit: in SPARK_HOME, else in the installed PySpark. Raises `ConfigurationError`."""
+    """Returns the path of spark-submit: in SPARK_HOME if it is set, otherwise in the installed PySpark.
+
+    Raises `ConfigurationError` if there is no spark-submit there.
+    """
     home = os.environ.get("SPARK_HOME")
     if home is None:
         import importlib.util
@@ -60,20 +66,20 @@ def found_spark_submit() -> str:
         home = str(Path(spec.origin).parent)
     program = str(Path(home) / "bin" / "spark-submit")
     if not os.access(program, os.X_OK):
-        raise ConfigurationError(f"{program} is no executable file: install PySpark, or correct SPARK_HOME")
+        raise ConfigurationError(f"{program} is not an executable file: install PySpark, or correct SPARK_HOME")
     return program
 
 
 def spark_conf(
     *, listeners: Sequence[str] = (), jvm_listeners: Sequence[str] = (), plugins: str = "", jars: str = ""
 ) -> dict[str, str]:
-    """Returns the Spark properties that switch stagecrew on, for `spark-submit --conf` or `spark-defaults.conf`.
+    """Returns the Spark properties that enable stagecrew, for `spark-submit --conf` or `spark-defaults.conf`.
 
     Args:
         listeners: Python listeners of the application, as `module:name`.
         jvm_listeners: Names of classes that implement `stagecrew.TopologyListener`.
-        plugins: The present value of `spark.plugins`, to which stagecrew's plugin is appended.
-        jars: The present value of `spark.jars`, to which stagecrew's jar is appended.
+        plugins: The current value of `spark.plugins`, to which stagecrew's plugin is appended.
+        jars: The current value of `spark.jars`, to which stagecrew's jar is appended.
 
     Returns:
         The properties by their names.
@@ -94,7 +100,7 @@ def spark_conf(
 
 
 def joined(*lists: str) -> str:
-    """The entries of comma-separated lists, in order and without repeats. Two spellings of one path are one entry."""
+    """Joins comma-separated lists, in order and without repeats. Two spellings of one path are one entry."""
     found: dict[str, str] = {}
     for one in ",".join(lists).split(","):
         if entry := one.strip():

@@ -13,13 +13,13 @@ __all__ = ["filesystem", "mounted", "shared"]
 
 MOUNTS: Final = "/proc/self/mountinfo"
 
-#: File systems that several machines may mount, by their Linux names. Of a FUSE file system, only the name is known
-#: that its program chose.
+#: File systems that several machines may mount, by their Linux names. A FUSE file system has the name that its program
+#: chose.
 _SHARED: Final = re.compile(
     r"nfs\d*|cifs|smb\w*|ncpfs|afs|auristorfs|coda|ceph|lustre|gpfs|beegfs|orangefs|pvfs2|glusterfs|panfs|wekafs|gfs2?"
     r"|ocfs2|9p|virtiofs|vboxsf|vmhgfs|prl_fs|fuse(\..+)?"
 )
-#: FUSE programs that show local disks.
+#: FUSE file systems that are on local disks.
 _LOCAL: Final = frozenset({"fuse.fuse-overlayfs", "fuse.ntfs-3g", "fuse.lxcfs"})
 
 

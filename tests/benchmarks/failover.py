@@ -1,8 +1,9 @@
 """Measures the time from SIGKILL of the leader to the first task of the recovered job, and recovers 1,000 jobs.
 
-A standby waits, and the job has a finished step. The parts, on the clock of one host: until the leader's entry is no
-longer in the store (detection: its session expires), until another leader has an entry (election), until the job's
-Python begins (store, spark-submit, its JVM), and until its first task runs (Spark session).
+A standby is waiting, and the job is running its first step. The time is divided into these parts, on the clock of one
+host: until the leader's entry is no longer in the store (detection: its session expires), until another leader has an
+entry (election), until the job's Python begins (store, spark-submit, its JVM), and until the job's first task runs
+(Spark session).
 """
 
 import contextlib
@@ -82,8 +83,8 @@ def _failover(store, folder):
     }
 
 
-class _Nothing:
-    """A launcher that starts nothing."""
+class _FakeLauncher:
+    """A launcher that starts no process. It also acts as the process of each run, which never exits."""
 
     def prepare(self, spec, job):
         return pathlib.Path("/nowhere")
@@ -91,11 +92,11 @@ class _Nothing:
     def start(self, folder, run, term, finish):
         return self
 
-    def ended(self):
+    def exit_code(self):
         return None
 
 
-def _thousand(store_of, folder):
+def _recover_jobs(store_of, folder):
     from stagecrew.recovery.driver.reconciler import JobReconciler
     from stagecrew.recovery.jobs.fenced import FencedJobs
     from stagecrew.recovery.jobs.spec import JobSpec
@@ -107,16 +108,16 @@ def _thousand(store_of, folder):
         for number in range(JOBS):
             jobs.submit(JobSpec(f"job-{number}.py", (), {}, {}, b"pass"), f"job-{number}")
     with contextlib.closing(store_of()) as store:
-        tending = JobReconciler(FencedJobs(store, storage), 1, _Nothing(), at_once=JOBS)
+        reconciler = JobReconciler(FencedJobs(store, storage), 1, _FakeLauncher(), at_once=JOBS)
         began = time.perf_counter()
-        tending.reconcile()
+        reconciler.reconcile()
         seconds = time.perf_counter() - began
-        assert len(tending.processes) == JOBS
+        assert len(reconciler.processes) == JOBS
         return seconds
 
 
 def failover():
-    """Returns the medians of several rounds on each store, in seconds."""
+    """Returns, for each store, the medians of several rounds, in seconds."""
     from stagecrew.recovery.stores import open_store
 
     results = {}
@@ -139,7 +140,7 @@ def failover():
             results[kind] = {
                 **{part: statistics.median(one[part] for one in rounds) for part in rounds[0]},
                 "slowest": max(one["leads"] for one in rounds),
-                "thousand": _thousand(lambda store=store: open_store(store), folder),
+                "thousand": _recover_jobs(lambda store=store: open_store(store), folder),
             }
     return results
 

@@ -32,7 +32,7 @@ WARM_UPS, ROUNDS = 20, 20
 def pages():
     """Returns the seconds of each page by the number of topologies.
 
-    Figures are the median, the maximum, and the first read, which parses the log.
+    The figures are the median, the maximum, and the time of the first load, which parses the log.
     """
     found = {}
     busy = next(event for event in example_events() if event["id"].startswith("enrich"))

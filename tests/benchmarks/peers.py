@@ -1,4 +1,4 @@
-"""Calls of an actor from a task in other frameworks: `peers.py ray|dask`. It reads JSON lines as `driver.py` does.
+"""Measures calls of an actor from a task in other frameworks: `peers.py ray|dask`. Reads JSON lines like `driver.py`.
 
 Ray and Dask are installed only for this (`pip install -e '.[bench]'`).
 """

@@ -1,10 +1,11 @@
-"""Draws the shuffle storage that is left, from a result of `make bench`: `plot.py RESULT.json OUT.svg`."""
+"""Draws the shuffle storage that topologies leave, from a result of `make bench`: `plot.py RESULT.json OUT.svg`."""
 
 import json
 import pathlib
 import sys
 
 WIDTH, HEIGHT, LEFT, TOP = 640, 300, 70, 40
+FONT = 'font-family="sans-serif" font-size="13"'
 COLOURS = {"off": "#c0504d", "on": "#00897b"}
 WORDS = {"off": "plain Spark", "on": "with stagecrew"}
 
@@ -16,7 +17,7 @@ def draw(figures) -> str:
     tracked = {name: [one["outputs"] for one in ones] for name, ones in figures["left"].items()}
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * HEIGHT}" font-family="sans-serif" font-size="13">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * HEIGHT}" {FONT}>',
             '<rect width="100%" height="100%" fill="#ffffff"/>',
             *chart(disk, f"MB of shuffle files on disk, {words}"),
             f'<g transform="translate(0 {HEIGHT})">',
@@ -57,7 +58,8 @@ def chart(left, title):
         points = " ".join(f"{x(i + 1):.1f},{y(value):.1f}" for i, value in enumerate(values))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="2.5"/>')
         parts.append(
-            f'<text x="{x(count * 0.98):.1f}" y="{y(values[-1]) - 8:.1f}" text-anchor="end" fill="{COLOURS[name]}">{WORDS[name]}</text>'
+            f'<text x="{x(count * 0.98):.1f}" y="{y(values[-1]) - 8:.1f}" text-anchor="end" fill="{COLOURS[name]}">'
+            f"{WORDS[name]}</text>"
         )
     return parts
 

@@ -1,22 +1,24 @@
-"""Measures stagecrew: prints a table, and writes JSON to `bench-results/`. Nothing passes or fails by time.
+"""Measures stagecrew, prints a table, and writes JSON to `bench-results/`. No time makes the run fail.
 
-* tasks: many short tasks, with and without the plugin. Two drivers live through the whole run, one with the plugin and
-  one without. They alternate, and one is idle while the other runs. A round is four jobs; the drivers alternate after
-  each job, and the first driver alternates too. So load and drift of the machine, which come in waves of some seconds,
-  affect both. The figure is the ratio of the medians; all rounds are in the JSON.
+* tasks: many short tasks, with and without the plugin. Two drivers stay alive for the whole run, one with the plugin
+  and one without. One is idle while the other runs. A round is four jobs; the drivers alternate after each job, and
+  they take turns in being the first. So load and drift of the machine, which come in waves of some seconds, affect
+  both. The figure is the ratio of the medians; all rounds are in the JSON.
 * exits: the time from the beginning of a topology's exit to the end of the last `close` in its workers.
 * watched: Python tasks with the plugin and a UI whose tab is loaded once a second, compared with the plugin without a
   UI; alternating as above.
-* sampling: the CPU time that executors take to sample their Python processes, at the default period.
+* sampling: the CPU time that an executor's Python daemon takes to sample its workers, at the default interval: the
+  daemon's CPU time with sampling, minus that without.
 * demo: the demo's enrichment with and without stagecrew, as the demo itself counts.
 * requests: a request of 100 bytes from a task to its coordinator and back, compared with a call of a Ray actor and of a
   Dask actor from a task; the three alternate in one run.
 * events: small events, and those of 1 MiB, with Python handlers on both ends; requests as tasks grow from 1 to 64.
 * partitions: 100 topologies that shuffle 50 MB each, one after the other: the storage on disk and in Spark's tracker
   after each, with and without the plugin; the throughput of alternating shuffles (making the rows, writing and reading
-  them are timed together, so the ratio is that of a whole job); and the bookkeeping time of one output by table size.
-* supersteps: a step of two tasks with a number, and with 1 MB, compared with Spark's allGather; PageRank compared with
-  chained joins.
+  them are timed together, so the ratio is that of a whole job); and the time to record one output, by the size of the
+  table.
+* supersteps: a superstep of two tasks with a number, and with 1 MB, compared with Spark's allGather; PageRank compared
+  with chained joins.
 * commits: 1,000 files, compared with Spark's FileOutputCommitter v1, and with the same number of Python tasks that
   write nothing.
 * failover: from SIGKILL of a leader to the first task of the recovered job; 1,000 jobs recovered (see failover.py).
@@ -57,8 +59,8 @@ MASTER = "local-cluster[2,1,1024]"
 PEERS = HERE.parents[1] / "build" / "peers" / "bin" / "python"
 #: kind of task -> the highest acceptable ratio of medians.
 GOALS = {"jvm": 1.02, "python": 1.03, "watched": 1.01}
-#: Rounds that are not counted. For about a minute of JVM tasks, the compiler of each JVM still changes the result: the
-#: ratios of single rounds range from 0.9 to 1.35.
+#: Rounds that are not counted. During the first minute of JVM tasks, the just-in-time compiler of each JVM still
+#: changes the result: the ratios of single rounds range from 0.9 to 1.35.
 WARM_UPS = {"jvm": 40, "python": 4, "watched": 4}
 PAIRS = {"jvm": 30, "python": 10, "watched": 10}
 #: Iterations of PageRank on both sides. Twenty iterations with joins take more than a minute.
@@ -109,7 +111,8 @@ class Driver:
             self._process.wait()
             self._errors.seek(0)
             raise SystemExit(
-                "a driver of the benchmark has ended:\n" + self._errors.read().decode(errors="replace")[-8000:]
+                "a process of the benchmark ended unexpectedly:\n"
+                + self._errors.read().decode(errors="replace")[-8000:]
             )
         return json.loads(line)
 
@@ -163,7 +166,8 @@ def tasks(drivers: tuple[Driver, Driver], kind: str, options: argparse.Namespace
         rounds.append(pair | {"first": "off" if number % 2 == 0 else "on", "load": os.getloadavg()[0]})
         console.print(
             f"{kind} tasks: pair {number + 1} of {pairs}: off {pair['off']:.3f} s, on {pair['on']:.3f} s, "
-            f"ratio {pair['on'] / pair['off']:.3f}, CPU {pair['on_cpu'] / pair['off_cpu']:.3f}, load {rounds[-1]['load']:.1f}"
+            f"ratio {pair['on'] / pair['off']:.3f}, CPU {pair['on_cpu'] / pair['off_cpu']:.3f}, "
+            f"load {rounds[-1]['load']:.1f}"
         )
 
     def median(name):
@@ -196,11 +200,17 @@ def exits(on: Driver, count: int):
 
 
 def sampling():
-    """Measures what sampling its Python processes costs an executor, at the default period."""
-    driver = Driver("driver.py", "on", "local-cluster[2,4,1024]")
-    outcome = driver("sampling", seconds=120)
-    driver("stop")
-    return {"workers": outcome["workers"], "share": max(outcome["shares"])}
+    """Measures the cost of sampling an executor's Python processes, at the default interval.
+
+    The share is that of the busier executor's Python daemon, minus the smallest share of a daemon without sampling.
+    """
+    shares = {}
+    for mode in ("no-sampling", "on"):
+        driver = Driver("driver.py", mode, "local-cluster[2,4,1024]")
+        outcome = driver("sampling", seconds=120)
+        shares[mode] = outcome["shares"]
+        driver("stop")
+    return {"workers": outcome["workers"], "share": max(shares["on"]) - min(shares["no-sampling"]), "shares": shares}
 
 
 def percentiles(values, scale=1.0):
@@ -210,7 +220,7 @@ def percentiles(values, scale=1.0):
 
 
 def requests(rounds: int, count: int):
-    """Measures requests from tasks, and actor calls of other frameworks. All processes live and take turns."""
+    """Measures requests from tasks, and actor calls of other frameworks. The processes stay alive and take turns."""
     names = {"stagecrew": ("driver.py", "on", MASTER), "ray": ("peers.py", "ray"), "dask": ("peers.py", "dask")}
     processes = {name: Driver(*command) for name, command in names.items()}
     found = {name: {1: [], 2: []} for name in names}
@@ -220,16 +230,15 @@ def requests(rounds: int, count: int):
                 seconds = process("requests", tasks=tasks, count=count)["seconds"]
                 if number:  # the first round warms up
                     found[name][tasks] += seconds
-                console.print(
-                    f"requests, round {number} of {rounds}: {name}, {tasks} tasks: {percentiles(seconds, 1e6)['p50']:.0f} us"
-                )
+                median = percentiles(seconds, 1e6)["p50"]
+                console.print(f"requests, round {number} of {rounds}: {name}, {tasks} tasks: {median:.0f} us")
     for process in processes.values():
         process("stop")
     return {name: {tasks: percentiles(seconds, 1e6) for tasks, seconds in by.items()} for name, by in found.items()}
 
 
 def events():
-    """Measures events, and requests of growing numbers of tasks."""
+    """Measures events, and requests from growing numbers of tasks."""
     two = Driver("driver.py", "on", MASTER)
     found = {"small": {}, "bulk": {}, "growing": {}}
     for way in ("up", "down"):
@@ -247,15 +256,14 @@ def events():
     for tasks in (64, 1, 2, 4, 8, 16, 32, 64):
         outcome = many("requests", tasks=tasks, count=2000 // tasks + 100)
         found["growing"][tasks] = percentiles(outcome["seconds"], 1e6) | {"per_second": outcome["per_second"]}
-        console.print(
-            f"{tasks} tasks: p50 {found['growing'][tasks]['p50']:.0f} us, {outcome['per_second']:,.0f} requests a second"
-        )
+        median = found["growing"][tasks]["p50"]
+        console.print(f"{tasks} tasks: p50 {median:.0f} us, {outcome['per_second']:,.0f} requests a second")
     many("stop")
     return found
 
 
 def splits():
-    """Measures makespans."""
+    """Measures how long skewed splits take in all: pulled by idle tasks, and in static partitions."""
     driver = Driver("driver.py", "on", "local-cluster[2,2,1024]")
     driver("splits", exponent=0, count=400, seconds=4, slots=4)  # the JVMs are new
     found = {}
@@ -267,7 +275,7 @@ def splits():
 
 
 def bookkeeping():
-    """Measures the nanoseconds per output by the size of the table, with the suite that checks them."""
+    """Measures the nanoseconds to record one output, by the size of the table, with the suite that checks them."""
     suite = 'shim/testOnly org.apache.spark.stagecrew.PartitionTableSuite -- -z "takes as long"'
     said = subprocess.run(
         [HERE.parents[1] / "build" / "sbt", suite], capture_output=True, text=True, check=True, timeout=900
@@ -286,7 +294,8 @@ def partitions(topologies: int, rounds: int, megabytes: int):
             left[name].append({"disk": outcome["disk"], "outputs": outcome["outputs"]})
         if number % 10 == 9:
             console.print(f"shuffle {number + 1}: " + ", ".join(f"{n} {left[n][-1]}" for n in left))
-    # The drivers have run for long. Where nothing is released the disk fills up, so they alternate in short rounds.
+    # The drivers have run for a long time by now. The driver that releases nothing fills the disk, so the rounds are
+    # short.
     seconds = {"off": [], "on": []}
     for number in range(rounds):
         for name in ("off", "on") if number % 2 == 0 else ("on", "off"):
@@ -342,7 +351,7 @@ def commits():
         for how, of in found.items():
             outcome = driver("commit", files=1000, how=how)
             console.print(
-                f"1,000 files, {how}: {outcome['seconds']:.2f} s, of these the commit's {outcome['commit']:.3f} s"
+                f"1,000 files, {how}: {outcome['seconds']:.2f} s, of which the commit took {outcome['commit']:.3f} s"
             )
             if number:  # the first run warms up
                 for name, values in of.items():
@@ -405,7 +414,7 @@ def show(results) -> None:
             )
     if "sampling" in results:
         result = results["sampling"]
-        words = f"samples {result['workers']} workers of two executors: CPU of the busier one"
+        words = f"samples of {result['workers']} workers of two executors: CPU of the busier daemon"
         table.add_row(words, "", f"{result['share']:.3%} of a core", "", "<= 1%")
     for name, result in results.get("demo", {}).items():
         without, with_stagecrew = result["without"], result["with_stagecrew"]
@@ -455,7 +464,7 @@ def show(results) -> None:
             ">= 0.98",
         )
         for size, nanos in figures["bookkeeping"].items():
-            table.add_row(f"book one output in a table of {size:,}, median", "", f"{nanos:,} ns", "", "flat")
+            table.add_row(f"record one output in a table of {size:,}, median", "", f"{nanos:,} ns", "", "flat")
     if "supersteps" in results:
         figures = results["supersteps"]
         number, gather, megabyte = (figures[name] for name in ("number", "gather", "megabyte"))
@@ -475,8 +484,8 @@ def show(results) -> None:
         ours, spark, nothing = (results["commits"][how] for how in ("stagecrew", "spark", "nothing"))
         for words, part in (
             ("written and committed", lambda of: of["seconds"]),
-            ("of these the job's", lambda of: of["seconds"] - of["commit"]),
-            ("of these the commit's", lambda of: of["commit"]),
+            ("of which the job took", lambda of: of["seconds"] - of["commit"]),
+            ("of which the commit took", lambda of: of["commit"]),
         ):
             shown = f"{part(spark):.2f} s", f"{part(ours):.2f} s", f"{part(ours) / part(spark):.3f}"
             table.add_row(f"1,000 files, {words}; without: FileOutputCommitter v1", *shown, "")
@@ -488,7 +497,7 @@ def show(results) -> None:
         without = {"sqlite": "SQLite", "zookeeper": "kazoo"}[kind]
         table.add_row(f"transactions of three operations, one thread; without: plain {without}", *shown, ">= 0.8")
     for kind, figures in results.get("failover", {}).items():
-        # ZooKeeper: the session timeout of 4 s, and one second
+        # for ZooKeeper: the session timeout of 4 s, and one second
         goal = {"sqlite": "<= 1 s", "zookeeper": "<= 5 s"}[kind]
         for words, part, aim in (
             ("its session expires", "detected", ""),
@@ -504,7 +513,7 @@ def show(results) -> None:
     for count, figures in results.get("pages", {}).items():
         for page, times in figures.items():
             if page == "first":
-                table.add_row(f"{count:,} topologies, first page, which parses the log", "", f"{times:.3f} s", "", "")
+                table.add_row(f"{count:,} topologies, first page (parses the log)", "", f"{times:.3f} s", "", "")
             else:
                 shown = f"{times['median']:.3f} s, longest {times['longest']:.3f} s"
                 table.add_row(

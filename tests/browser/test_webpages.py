@@ -1,4 +1,4 @@
-"""The problems that `watched` detects. Without it, the tests of pages would prove nothing."""
+"""The problems that `checked_page` detects. If it detected none, the tests of pages would prove nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POLICY = {"Content-Security-Policy": "script-src 'self'"}
 
 
 def load(browser: Browser, body: str, script: str) -> None:
-    """Loads a page whose policy allows its own script and no inline one."""
+    """Loads a page whose security policy allows its script file, but no inline script."""
 
     def respond(route: Route) -> None:
         path = route.request.url.removeprefix("http://pages.test")
@@ -29,11 +29,11 @@ def load(browser: Browser, body: str, script: str) -> None:
     with checked_page(browser) as page:
         page.route("**/*", respond)
         page.goto("http://pages.test/")
-        page.evaluate("1")  # earlier events have been reported by now
+        page.evaluate("1")  # when this returns, earlier events have been reported
 
 
 def test_a_page_without_problems_passes(browser: Browser) -> None:
-    """Allowed scripts and console messages are no problems."""
+    """Allowed scripts and ordinary console messages do not fail the test of a page."""
     load(browser, "<p>text</p>", "document.title = 'a script of its own'; console.log('a word')")
 
 
@@ -50,6 +50,6 @@ def test_a_page_without_problems_passes(browser: Browser) -> None:
     ],
 )
 def test_every_problem_on_a_page_is_detected(browser: Browser, body: str, script: str, finding: str) -> None:
-    """Inline scripts, console warnings, errors, dialogs and missing files each fail the test."""
+    """An inline script, a console warning, an error, a dialog and a missing file each fail the test of a page."""
     with pytest.raises(AssertionError, match=finding):
         load(browser, body, script)

@@ -8,7 +8,7 @@ import os
 
 import stagecrew
 
-#: The variable with the file to which each call adds a letter. The environment reaches the workers through the JVM.
+#: The environment variable with the file to which each call appends a letter. Workers inherit it through the JVM.
 CALLS = "STAGECREW_COMPAT_CALLS"
 
 

@@ -1,5 +1,7 @@
-"""A test of stagecrew next to PySpark's: workers find modules of the executor's PYTHONPATH, with or without the
-plugin."""
+"""A test of stagecrew that runs next to PySpark's own tests.
+
+Workers find modules on the executor's PYTHONPATH, with or without the plugin.
+"""
 
 import os
 import pathlib
@@ -10,7 +12,7 @@ from pyspark import SparkContext
 
 
 class PythonPathTests(unittest.TestCase):
-    """Executors inherit the environment of the driver's JVM, in a local master and in a local cluster."""
+    """Executors inherit the environment of the driver's JVM, with a local master and in a local cluster."""
 
     @classmethod
     def setUpClass(cls):
@@ -45,9 +47,9 @@ class PythonPathTests(unittest.TestCase):
         assert set(os.environ["PYTHONPATH"].split(os.pathsep)) <= set(path), path
 
     def test_local(self):
-        """In a local master, in the driver's JVM."""
+        """Workers of the executor in the driver's JVM find the module."""
         self.assert_module_is_found("local[1]")
 
     def test_local_cluster(self):
-        """In a local cluster, in an executor's JVM."""
+        """Workers of an executor in a JVM of its own find the module."""
         self.assert_module_is_found("local-cluster[1,1,1024]")

@@ -1,6 +1,6 @@
-"""Runs one module of PySpark's tests and writes a JSON line per test: `one_module.py MODULE RESULTS [TEST...]`.
+"""Runs one module of PySpark's tests, and writes JSON lines: `one_module.py MODULE RESULTS [TEST...]`.
 
-A line is written before and after each test, so that a test that never ends is known too.
+A line is written before and after each test, so that a test that never ends is also known.
 """
 
 import json
@@ -64,7 +64,7 @@ class Recorder(unittest.TextTestResult):
 
 
 def main():
-    """Runs the module's tests, or those named."""
+    """Runs all tests of the module, or only the tests that the arguments name."""
     module, results, *names = sys.argv[1:]
     loader = unittest.TestLoader()
     suite = loader.loadTestsFromNames(names) if names else loader.loadTestsFromName(module)

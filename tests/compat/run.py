@@ -1,19 +1,19 @@
-"""PySpark's own tests, and one of ours, with the plugin on and off: `run.py SPARK_SOURCE`.
+"""Compares the outcomes of PySpark's own tests, and one of ours, with the plugin on and off: `run.py SPARK_SOURCE`.
 
-The difference must be empty.
+No outcome must differ.
 
 SPARK_SOURCE is a tree of Spark's sources, preferably at the tag of the installed PySpark. Only its tests are used; jars
 and Python code are those of the installed PySpark. Each module runs in a process of its own, in three variations:
 without the plugin, with the plugin and no listener, and with a listener that opens, decorates and closes in every
 worker. The variations of a module run concurrently.
 
-A test whose outcome with the plugin differs from its outcome without it is run again, alone, in all variations one
-after the other. If it then no longer differs, it is run once more with its whole module. It counts as a difference if
-it differs again. A test that fails in all variations (the tree may not match the installed version) is no difference,
-but compares nothing either.
+Tests of a module whose outcome with the plugin differs from their outcome without it are run again, without the other
+tests, in all variations one after the other. If one of them then no longer differs, the whole module is run once more.
+A test counts as a difference if it differs again. A test that fails in all variations (the tree may not match the
+installed version) is not a difference, but it does not count as compared either.
 
-The exit code is 0 without differences and 1 with differences. It is 2 without differences if a module had no test that
-passes without the plugin, or if the listener was never opened: then the run proves nothing.
+The exit code is 1 if there are differences. Otherwise it is 2 if a module had no test that passes without the plugin,
+or if the listener was never opened, because the run then proves nothing. Otherwise it is 0.
 """
 
 import argparse
@@ -225,7 +225,7 @@ def run_module(module: str, environment: dict[str, str], folder: pathlib.Path, t
             run.outcomes[line["test"]] = line["outcome"].replace("running", "not ended")
             run.reasons[line["test"]] = line["why"]
     if not lines or lines[-1]["outcome"] != "end":
-        # This makes a module that crashes in one variation only a difference.
+        # So a module that crashes in only one variation is a difference.
         run.outcomes[module] = "broke off"
         run.reasons[module] = (folder / "output.txt").read_text(errors="replace")[-4000:]
     recorded_calls = calls.read_text()
@@ -234,7 +234,7 @@ def run_module(module: str, environment: dict[str, str], folder: pathlib.Path, t
 
 
 def tests_that_differ(runs: dict[str, Run]) -> list[str]:
-    """The tests that do not end alike in all variations, except those that the plugin refuses."""
+    """The tests whose outcomes are not the same in all variations, except those that need a refused setting."""
     tests = sorted({test for run in runs.values() for test in run.outcomes})
     return [
         test
@@ -244,7 +244,7 @@ def tests_that_differ(runs: dict[str, Run]) -> list[str]:
     ]
 
 
-def found_differences(
+def find_differences(
     modules: list[str], environments: dict[str, dict[str, str]], folder: pathlib.Path, timeout: float
 ) -> tuple[int, list[str], list[tuple[str, dict[str, str], str]]]:
     """Runs all modules and prints a line for each.
@@ -255,7 +255,7 @@ def found_differences(
     table = rich.table.Table("module", "off", *VARIATIONS[1:], "opens/closes", "seconds", "differ", title="compat")
     differences: list[tuple[str, dict[str, str], str]] = []
     compared, opens = 0, 0
-    idle: list[str] = []
+    nothing_compared: list[str] = []
     for module in modules:
         runs = run_concurrently(module, environments, folder, timeout)
         for name in environments:
@@ -267,15 +267,14 @@ def found_differences(
         passing = [test for test, outcome in runs["off"].outcomes.items() if outcome == "passed"]
         compared += len(passing)
         if not passing:
-            idle.append(f"{module}: no test of it passes without the plugin")
+            nothing_compared.append(f"{module}: no test of it passes without the plugin")
         first_differences = tests_that_differ(runs)
         for test in first_differences:
             console.print(f"  differs: {test} {outcomes_of(runs, test)}; once more", highlight=False, soft_wrap=True)
         confirmed: list[str] = []
         if first_differences:
-            tests_to_repeat = (
-                first_differences if module not in first_differences else []
-            )  # a module that crashed is run completely
+            # If the module itself crashed, all of its tests are run again.
+            tests_to_repeat = first_differences if module not in first_differences else []
             second_runs = {
                 name: run_module(
                     module, environment, folder / module / f"{name.replace(' ', '-')}-2", timeout, tests_to_repeat
@@ -305,8 +304,8 @@ def found_differences(
         )
     console.print(table)
     if opens == 0:
-        idle.append("the listener was never opened: nothing shows that the plugin was on")
-    return compared, idle, differences
+        nothing_compared.append("the listener was never opened, so nothing shows that the plugin was on")
+    return compared, nothing_compared, differences
 
 
 def outcomes_of(runs: dict[str, Run], test: str) -> dict[str, str]:
@@ -334,8 +333,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.source is None or not (options.source / "python" / "pyspark" / "tests").is_dir():
         print(
-            "make compat SPARK_SOURCE=... needs a tree of Spark's sources with python/pyspark/tests in it, such as a clone "
-            "of Spark at the tag of the installed PySpark",
+            "make compat SPARK_SOURCE=... needs a tree of Spark's sources with python/pyspark/tests in it, such as a "
+            "clone of Spark at the tag of the installed PySpark",
             file=sys.stderr,
         )
         return 2
@@ -346,19 +345,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="stagecrew-compat-") as temporary:
         # A copy, so that the jar can be rebuilt during a long run.
         jar = pathlib.Path(shutil.copy(stagecrew.jar_path(), temporary))
-        installation = SparkInstallation(options.source.resolve(), pathlib.Path(temporary) / "house")
+        installation = SparkInstallation(options.source.resolve(), pathlib.Path(temporary) / "installation")
         environments = {name: installation.variation(name, jar) for name in VARIATIONS}
         folder = options.keep.resolve() if options.keep else pathlib.Path(temporary) / "runs"
-        compared, idle, differences = found_differences(options.modules, environments, folder, options.timeout)
+        compared, nothing_compared, differences = find_differences(
+            options.modules, environments, folder, options.timeout
+        )
     for test, test_outcomes, reason in differences:
         print(f"\nDIFFERENCE {test}: {test_outcomes}\n{reason}")
     for refused, reason in REFUSED.items():
         if any(refused.startswith(module + ".") for module in options.modules):
             print(f"not compared, because the plugin refuses {reason}: {refused}")
-    for reason in idle:
+    for reason in nothing_compared:
         print(f"NOTHING COMPARED {reason}")
     print(f"{compared} tests compared, {len(differences)} differ")
-    return 1 if differences else 2 if idle else 0
+    return 1 if differences else 2 if nothing_compared else 0
 
 
 if __name__ == "__main__":

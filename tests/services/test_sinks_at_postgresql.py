@@ -40,7 +40,7 @@ def postgresql_server():
 
 
 def test_sql_in_a_record_or_a_column_name_is_not_executed(postgresql_server, tmp_path):
-    """SQL in the run id of a changed record is refused, and SQL in a column's name is quoted. The table stays."""
+    """A changed record whose run id contains SQL is refused, and SQL in a column's name is quoted. The table stays."""
     trial, tasks = postgresql_trial(postgresql_server, tmp_path, 0), Tasks(1)
     table = trial.make_sink()._table
     trial.drive(Driver(), tasks, "c")
@@ -72,7 +72,7 @@ def test_sql_in_a_record_or_a_column_name_is_not_executed(postgresql_server, tmp
 def catalog_behind_proxy(postgresql_server, tmp_path):
     """An Iceberg catalog in PostgreSQL behind a proxy.
 
-    Yields the proxy and a trial whose sinks use it, unlike its reads.
+    Yields the proxy, and a trial whose sinks connect through the proxy. Its reads bypass the proxy.
     """
     name = "c" + tmp_path.name.replace("-", "_").lower()
     with psycopg.connect(postgresql_server.url, autocommit=True) as database:
@@ -93,11 +93,10 @@ def catalog_behind_proxy(postgresql_server, tmp_path):
 
 
 def test_a_lost_connection_to_the_catalog_is_reported(postgresql_server, catalog_behind_proxy):
-    """A connection lost before anything runs is reported.
+    """If the connection is lost before anything runs, the commit fails with an error that says so.
 
-    After the decision the staged files stay, and a repeat completes the commit.
-
-    No error contains the password.
+    If it is lost after the decision, the staged files stay, and a repeat completes the commit. No error contains the
+    password.
     """
     proxy, trial = catalog_behind_proxy
     tasks = Tasks(1)
@@ -124,7 +123,7 @@ def test_a_lost_connection_to_the_catalog_is_reported(postgresql_server, catalog
 
 @pytest.mark.parametrize("lost_message", ["request", "reply"])
 def test_files_are_added_once_when_the_catalogs_reply_is_lost(catalog_behind_proxy, lost_message):
-    """The connection is lost during the catalog's commit, before or after its effect. The retry adds the files once."""
+    """If the connection is lost during the catalog's commit, before or after its effect, the files are added once."""
     import sqlalchemy
 
     proxy, trial = catalog_behind_proxy
@@ -151,7 +150,10 @@ def test_files_are_added_once_when_the_catalogs_reply_is_lost(catalog_behind_pro
 
 
 def test_staging_fails_in_bounded_time_when_the_network_stalls(postgresql_server, tmp_path, monkeypatch):
-    """The network stalls silently while rows are sent: an error in bounded time, nothing visible, nothing left."""
+    """If the network stalls silently while rows are sent, staging fails in bounded time.
+
+    Then nothing is visible, and no staged rows are left.
+    """
     monkeypatch.setattr(postgres, "_SILENCE", 1)
     monkeypatch.setattr(postgres, "_PATIENCE", 1)
     trial, began = postgresql_trial(postgresql_server, tmp_path, 0), []
@@ -188,7 +190,7 @@ def test_staging_fails_in_bounded_time_when_the_network_stalls(postgresql_server
 def test_a_statement_fails_in_bounded_time_when_the_servers_host_vanishes(
     postgresql_server, tmp_path, monkeypatch, statement
 ):
-    """The host vanishes before or during a statement and never responds: an error in bounded time."""
+    """If the server's host vanishes before or during a statement, the statement fails in bounded time."""
     monkeypatch.setattr(postgres, "_SILENCE", 2)
     trial = postgresql_trial(postgresql_server, tmp_path, 0)
     table = trial.make_sink()._table
@@ -214,7 +216,7 @@ def test_a_statement_fails_in_bounded_time_when_the_servers_host_vanishes(
 
 @pytest.mark.parametrize("parameters", ["", "keepalives_idle=7&tcp_user_timeout=9000"])
 def test_connections_use_keepalives_and_the_urls_own_values(postgresql_server, tmp_path, parameters):
-    """A connection detects a vanished server by keepalives. Values in the url replace the defaults."""
+    """A connection detects a vanished server by TCP keepalives. Values in the URL replace the defaults."""
     sink = DatabaseSink(
         f"{postgresql_server.url}?{parameters}", postgresql_trial(postgresql_server, tmp_path, 0).make_sink()._table
     )
@@ -230,7 +232,7 @@ def test_connections_use_keepalives_and_the_urls_own_values(postgresql_server, t
 
 
 def test_a_task_stuck_in_a_transaction_loses_its_connection(postgresql_server, tmp_path, monkeypatch):
-    """A task is stuck in a transaction when the commit finishes: its connection is terminated and its rows are gone."""
+    """If a task is stuck in a transaction when the commit ends, its connection is terminated and its rows are gone."""
     monkeypatch.setattr(postgres, "_PATIENCE", 1)
     trial, tasks = postgresql_trial(postgresql_server, tmp_path, 0), Tasks(1)
     zombie, slow_sink, errors = Driver(), trial.make_sink(), []
@@ -278,16 +280,15 @@ def test_a_task_stuck_in_a_transaction_loses_its_connection(postgresql_server, t
 def test_a_refusal_that_races_with_another_drivers_commit_is_consistent(
     postgresql_server, tmp_path, written_last, isolation
 ):
-    """A commit is refused for a row, but the row is deleted and another driver adds the staged rows at the same time.
+    """If one driver refuses a commit while another driver applies it, all rows are visible or the commit is refused.
 
-    Either all rows are visible, or the commit is refused.
+    The refusal is for a row in the table, which is deleted in the meantime.
     """
     trial, tasks = postgresql_trial(postgresql_server, tmp_path, 0), Tasks(1)
     table = trial.make_sink()._table
-    url = (
-        f"{postgresql_server.url}{'&' if '?' in postgresql_server.url else '?'}options=-c%20default_transaction_isolation%3D"
-        + (isolation.replace(" ", "%5C%20"))
-    )
+    separator = "&" if "?" in postgresql_server.url else "?"
+    escaped_isolation = isolation.replace(" ", "%5C%20")
+    url = f"{postgresql_server.url}{separator}options=-c%20default_transaction_isolation%3D{escaped_isolation}"
     entered, may_continue, refusing, outcome = threading.Event(), threading.Event(), threading.Event(), []
 
     def change(text):
@@ -297,7 +298,7 @@ def test_a_refusal_that_races_with_another_drivers_commit_is_consistent(
     change(f"CREATE UNIQUE INDEX ON {table} (id)")
 
     class OtherDriverSink(DatabaseSink):
-        """Writes in its transaction that the commit is applied, then waits before it checks whether it was refused."""
+        """Records in its transaction that the commit is applied, then waits before it checks for a refusal."""
 
         def _is_free(self, database, id_, target):
             entered.set()
@@ -309,7 +310,7 @@ def test_a_refusal_that_races_with_another_drivers_commit_is_consistent(
             if not refusing.is_set():
                 refusing.set()
                 change(f"DELETE FROM {table}")
-                if written_last == "one":  # the other driver has written first, and each waits for the other
+                if written_last == "one":  # the other driver writes first, and each driver then waits for the other
                     thread.start()
                     assert entered.wait(30)
                     threading.Timer(0.3, may_continue.set).start()
@@ -356,12 +357,12 @@ def test_a_refusal_that_races_with_another_drivers_commit_is_consistent(
 
 
 def test_a_reader_during_the_commit_sees_all_rows_or_none(postgresql_server, tmp_path):
-    """A reader in a transaction sees all rows or none."""
+    """A reader sees all rows of a commit or none while the commit runs."""
     rows_appear_at_once(postgresql_trial(postgresql_server, tmp_path, 0))
 
 
 def test_rows_of_the_wrong_type_fail_without_a_trace(postgresql_server, tmp_path):
-    """A column rejects the rows' type: the error says so, nothing is visible, and nothing is left."""
+    """If a column rejects the rows' type, the commit fails with an error that says so, and leaves nothing."""
     trial = postgresql_trial(postgresql_server, tmp_path, 0)
     sink = trial.make_sink()
 
@@ -377,19 +378,19 @@ def test_rows_of_the_wrong_type_fail_without_a_trace(postgresql_server, tmp_path
 
 @pytest.mark.parametrize("missing", ["INSERT", "INSERT into the commits", "SELECT", "CREATE"])
 def test_a_missing_privilege_is_reported_before_anything_runs(postgresql_server, tmp_path, missing):
-    """A missing privilege is reported before anything runs; nothing is visible, and nothing is left."""
+    """A missing privilege is reported before anything runs. No row becomes visible, and no staged rows are left."""
     trial = postgresql_trial(postgresql_server, tmp_path, 0)
     table = trial.make_sink()._table
     trial.drive(Driver(), Tasks(1), "first")  # the table of commits exists, created by another user
-    rights = {"INSERT", "SELECT"} - {missing}
+    privileges = {"INSERT", "SELECT"} - {missing}
     with psycopg.connect(postgresql_server.url, autocommit=True) as database:
         user = f"reader_{table}"
         database.execute(f"CREATE ROLE {user} LOGIN PASSWORD '{postgresql_server.password}'")
         if missing != "CREATE":
             database.execute(f"GRANT CREATE ON SCHEMA public TO {user}")
-        database.execute(f"GRANT {', '.join(rights)} ON {table} TO {user}")
-        commit_rights = {"INSERT", "SELECT"} - ({"INSERT"} if missing.endswith("commits") else set())
-        database.execute(f"GRANT {', '.join(commit_rights)} ON stagecrew_commits TO {user}")
+        database.execute(f"GRANT {', '.join(privileges)} ON {table} TO {user}")
+        commit_privileges = {"INSERT", "SELECT"} - ({"INSERT"} if missing.endswith("commits") else set())
+        database.execute(f"GRANT {', '.join(commit_privileges)} ON stagecrew_commits TO {user}")
     sink = DatabaseSink(postgresql_server.url.replace("//crew:", f"//{user}:"), table)
     with pytest.raises(
         CommitFailed, match=f"table {table}.*cannot be .*: InsufficientPrivilege: permission denied for"
@@ -400,7 +401,7 @@ def test_a_missing_privilege_is_reported_before_anything_runs(postgresql_server,
 
 
 def test_create_insert_and_select_are_sufficient_privileges(postgresql_server, tmp_path):
-    """Creating tables, and reading and adding rows to the target and the table of commits, suffices for a commit."""
+    """A commit needs only the right to create tables, and INSERT and SELECT on the target and the table of commits."""
     trial = postgresql_trial(postgresql_server, tmp_path, 0)
     table = trial.make_sink()._table
     trial.drive(Driver(), Tasks(1), "first")
@@ -424,7 +425,10 @@ def test_create_insert_and_select_are_sufficient_privileges(postgresql_server, t
     ],
 )
 def test_a_refused_connection_names_its_reason(postgresql_server, old, new, reason):
-    """The error names a wrong password, missing TLS and a wrong database. The server's own error is its cause."""
+    """The error says that the password is wrong, TLS is missing, or the database does not exist.
+
+    The server's own error is its cause.
+    """
     old, new = (text.replace("{password}", postgresql_server.password) for text in (old, new))
     sink = DatabaseSink(postgresql_server.url.replace(old, new), "target")
     with pytest.raises(CommitFailed, match=reason) as failed:
@@ -434,9 +438,9 @@ def test_a_refused_connection_names_its_reason(postgresql_server, old, new, reas
 
 
 def test_a_lost_connection_aborts_staging_and_retries_the_commit(postgresql_server, tmp_path):
-    """A connection lost while staging aborts with a clear error and leaves nothing.
+    """If a connection is lost while rows are staged, the commit fails with a clear error and leaves nothing.
 
-    One lost while committing is retried.
+    If it is lost while the commit is applied, that is retried.
     """
     trial = postgresql_trial(postgresql_server, tmp_path, 0)
     sink, tasks = trial.make_sink(), Tasks(1)
@@ -482,9 +486,9 @@ def test_a_lost_connection_aborts_staging_and_retries_the_commit(postgresql_serv
 
 
 def test_an_unreachable_server_is_reported(tmp_path):
-    """Before anything runs, the commit fails.
+    """If the server is unreachable before anything runs, the commit fails.
 
-    After the decision it is pending, and the staged rows stay for a repeat.
+    If it is unreachable after the decision, the commit is pending, and the staged rows stay for a repeat.
     """
     with postgresql() as postgresql_server:
         trial = postgresql_trial(postgresql_server, tmp_path, 0)

@@ -57,7 +57,7 @@ def make_trial(request, tmp_path):
 
 
 def test_a_repeated_commit_changes_nothing(make_trial):
-    """All rows are visible once. A repeated commit changes nothing."""
+    """After a commit all rows are visible once. A repeat of the commit changes nothing."""
     trial, tasks = make_trial(0), Tasks(1)
     assert trial.drive(Driver(), tasks).rows == 40
     assert sorted(trial.visible()) == tasks.expected
@@ -68,13 +68,13 @@ def test_a_repeated_commit_changes_nothing(make_trial):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_commit_survives_random_faults(make_trial, seed):
-    """Drivers die, pause and resume at random moments."""
+    """Commits stay all or nothing when drivers die, pause and resume at random moments."""
     random_history(make_trial(seed), seed, len(moments_without_faults(make_trial("undisturbed"))))
 
 
 @pytest.mark.long
 def test_a_commit_survives_more_than_a_hundred_random_faults(make_trial):
-    """At least a hundred seeds for each store."""
+    """Commits stay all or nothing in more than a hundred random histories for each store."""
     count = len(moments_without_faults(make_trial("undisturbed")))
     for seed in range(100, 210):
         random_history(make_trial(seed), seed, count)
@@ -86,7 +86,7 @@ EVERY = pytest.mark.parametrize("every_nth", [11, pytest.param(1, marks=pytest.m
 
 @EVERY
 def test_a_commit_survives_the_death_of_its_driver_at_each_moment(make_trial, every_nth):
-    """The driver dies before or after any write: readers see all rows or none.
+    """If the driver dies before or after any write, readers see all rows or none.
 
     The next driver completes the commit once.
     """
@@ -95,13 +95,13 @@ def test_a_commit_survives_the_death_of_its_driver_at_each_moment(make_trial, ev
 
 @EVERY
 def test_a_commit_survives_one_failing_write_at_each_moment(make_trial, every_nth):
-    """A write fails once. Before the decision this is an error; after it the same driver retries."""
+    """If a write fails once before the decision, the commit fails. If it fails after, the same driver retries."""
     failing_at_each_moment(make_trial, every_nth)
 
 
 @EVERY
 def test_a_driver_that_resumes_after_another_has_finished_changes_nothing(make_trial, every_nth):
-    """A driver pauses before or after any write and resumes after another driver has committed or aborted."""
+    """A driver that pauses at any write, and resumes after another has committed or aborted, changes nothing."""
     resume_at_each_moment(make_trial, every_nth)
 
 
@@ -118,11 +118,10 @@ def test_two_decided_commits_at_the_same_time_both_succeed(make_trial):
 
 @pytest.mark.parametrize("fault", ["dies_at", "raises_at"])
 def test_an_abandoned_manifest_write_creates_no_manifest(s3_filesystem, tmp_path, fault):
-    """When an abandoned output stream is collected, the bytes that the store receives create or replace no manifest."""
+    """When an abandoned output stream is garbage-collected, the bytes that it sends create or replace no manifest."""
 
-    manifest_driver = Driver(
-        **{fault: 4}
-    )  # after the opening of the second stream; the first one writes the run's mark
+    # The fault comes after the second stream was opened. The first stream writes the run's mark.
+    manifest_driver = Driver(**{fault: 4})
 
     def watch(_driver, sink):
         sink._filesystem = manifest_driver.instrument(sink._filesystem, ["open_output_stream"])
@@ -163,7 +162,7 @@ def test_a_commit_id_with_other_content_is_refused(make_trial):
         with pytest.raises(OperatorMisused, match="content is 'tuesday', was 'monday'"):
             run_commit("tuesday", commit_log)
     assert trial.state() == state_before
-    long = "\U0001f600\x00'" * 100
+    long_content = "\U0001f600\x00'" * 100
     commit_log = MemoryCommitLog()
     staged = commit(
         trial.make_sink(),
@@ -171,7 +170,7 @@ def test_a_commit_id_with_other_content_is_refused(make_trial):
         "long",
         SCHEMA,
         lambda staging: tasks.run(trial.make_sink(), staging),
-        content=long,
+        content=long_content,
     )
     assert not staged.repeated
     assert len(trial.make_sink().stored_mark("long")) <= 400
@@ -184,16 +183,16 @@ def test_two_concurrent_commits_both_succeed(make_trial):
 
 @pytest.mark.parametrize("moments", [(2, 4), pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])
 def test_rows_of_a_late_task_are_never_visible(make_trial, moments):
-    """A task pauses while it writes, until the commit has finished or was abandoned.
+    """If a task pauses while it writes until the commit has finished or was abandoned, its rows never become visible.
 
-    None of its rows is visible or left.
+    None of its rows is left.
     """
     late_task_at_each_moment(make_trial, moments)
 
 
 @pytest.mark.parametrize("moments", [(2, 4), pytest.param(range(1, 60), marks=pytest.mark.long)], ids=["some", "all"])
 def test_of_two_first_commits_with_different_schemas_one_fails(s3_filesystem, tmp_path, moments):
-    """Both commits find no earlier one. One succeeds, the other raises and names the commit with another schema."""
+    """If two first commits have different schemas, one succeeds. The other raises an error that names the first."""
     first_commits_of_two_schemas(lambda number: s3_trial(s3_filesystem, tmp_path, number), moments)
 
 
@@ -201,7 +200,10 @@ def test_of_two_first_commits_with_different_schemas_one_fails(s3_filesystem, tm
     "moments", [(14, 40), pytest.param(range(1, 200), marks=pytest.mark.long)], ids=["some", "all"]
 )
 def test_lost_connections_to_a_store_never_leave_a_partial_commit(s3_filesystem, tmp_path, moments):
-    """A connection is lost at any call: a clear error, and no partial commit. A repeat completes a decided commit."""
+    """If a connection is lost at any call, the error is clear, and no commit is partial.
+
+    A repeat completes a decided commit.
+    """
     port = int(s3_filesystem.__reduce__()[1][0]["endpoint_override"].rpartition(":")[2])
     with Proxy(port) as proxy:
         proxied = pyarrow.fs.S3FileSystem(
@@ -219,5 +221,5 @@ def test_lost_connections_to_a_store_never_leave_a_partial_commit(s3_filesystem,
 
 
 def test_a_mismatched_schema_is_reported_before_anything_runs(make_trial, request):
-    """The error names the columns before anything runs."""
+    """If the schema does not match the table's, an error names the columns before anything runs."""
     mismatched_schemas(make_trial(0), "" if "postgresql" in request.node.name else "int64")

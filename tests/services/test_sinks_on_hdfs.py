@@ -1,5 +1,7 @@
-"""ParquetSink on a real HDFS, where a rename onto an existing directory moves into it, and a rename may fail
-silently."""
+"""ParquetSink on a real HDFS.
+
+On HDFS, a rename onto an existing directory moves the source into that directory, and a rename may fail silently.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,13 @@ from support.tcp_proxy import Proxy
 
 @pytest.fixture(scope="module")
 def hdfs_filesystem(tmp_path_factory):
-    """An HDFS that the tests start."""
+    """A file system on an HDFS that the tests start."""
     with hdfs(tmp_path_factory.mktemp("hdfs")) as filesystem:
         yield filesystem
 
 
 def hdfs_trial(hdfs_filesystem, folder, number, mode="append"):
-    """A trial in a directory of its own with the table `t`."""
+    """A trial with the table `t` in a directory of its own."""
     path = f"/{folder.name}/{number}"
     table = f"{path}/t"
 
@@ -64,7 +66,7 @@ def hdfs_trial(hdfs_filesystem, folder, number, mode="append"):
         ]
 
     def left():
-        """Files outside committed directories, except their marks."""
+        """The files outside of the committed directories, without the marks of commits."""
         committed_prefix = table if mode == "create" else f"{table}/stagecrew_commit="
         return [name for name in names(path) if name != table and not name.startswith(committed_prefix)] + [
             name for name in names(table) if "/_" in name and not name.endswith("/_stagecrew.json")
@@ -76,12 +78,12 @@ def hdfs_trial(hdfs_filesystem, folder, number, mode="append"):
 
 @pytest.fixture(params=["append", pytest.param("create", marks=pytest.mark.long)])
 def make_trial(request, hdfs_filesystem, tmp_path):
-    """Creates trials of each mode."""
+    """Creates trials by name, in the mode of the parameter."""
     return lambda name: hdfs_trial(hdfs_filesystem, tmp_path, name, request.param)
 
 
 def test_a_repeated_commit_changes_nothing(make_trial):
-    """All rows are visible once. A repeated commit changes nothing."""
+    """After a commit all rows are visible once. A repeat of the commit changes nothing."""
     trial, tasks = make_trial(0), Tasks(1)
     assert trial.drive(Driver(), tasks).rows == 40
     assert sorted(trial.visible()) == tasks.expected
@@ -92,7 +94,7 @@ def test_a_repeated_commit_changes_nothing(make_trial):
 
 @pytest.mark.long
 def test_a_commit_survives_random_faults(make_trial):
-    """Drivers die, pause and resume at random, and tasks write after they are needed: a hundred seeds per mode."""
+    """Commits stay all or nothing when drivers die, pause and resume at random, and tasks write too late."""
     count = len(moments_without_faults(make_trial("undisturbed")))
     for seed in range(100, 200):
         random_history(make_trial(seed), seed, count)
@@ -115,13 +117,13 @@ def test_of_two_decided_commits_both_succeed_or_one_conflicts(make_trial, reques
 
 @pytest.mark.parametrize("moments", [(2,), pytest.param((), marks=pytest.mark.long)], ids=["one", "all"])
 def test_rows_of_a_late_task_are_never_visible(make_trial, moments):
-    """HDFS recreates the directory that a late task writes to. It is removed all the same."""
+    """If a late task writes to a deleted directory, HDFS recreates it. The commit still removes the task's rows."""
     late_task_at_each_moment(make_trial, moments)
 
 
 @pytest.mark.parametrize("every_nth", [25, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 def test_a_commit_survives_the_death_of_its_driver_at_each_moment(make_trial, every_nth):
-    """The driver dies before or after any write: readers see all rows or none.
+    """If the driver dies before or after any write, readers see all rows or none.
 
     The next driver completes the commit once.
     """
@@ -130,13 +132,13 @@ def test_a_commit_survives_the_death_of_its_driver_at_each_moment(make_trial, ev
 
 @pytest.mark.long
 def test_a_commit_survives_one_failing_write_at_each_moment(make_trial):
-    """A write fails once. Before the decision this is an error; after it the same driver retries."""
+    """If a write fails once before the decision, the commit fails. If it fails after, the same driver retries."""
     failing_at_each_moment(make_trial)
 
 
 @pytest.mark.long
 def test_a_driver_that_resumes_after_another_has_finished_changes_nothing(make_trial):
-    """A driver pauses before or after any write and resumes after another driver has committed or aborted."""
+    """A driver that pauses at any write, and resumes after another has committed or aborted, changes nothing."""
     resume_at_each_moment(make_trial, 1)
 
 
@@ -150,8 +152,7 @@ def test_a_commit_that_raises_is_retried(make_trial):
     "moment", ["meanwhile", *(pytest.param(moment, marks=pytest.mark.long) for moment in ("there", "empty"))]
 )
 def test_an_existing_table_directory_is_a_conflict(hdfs_filesystem, tmp_path, moment, monkeypatch):
-    """A rename onto an existing directory moves into it, so the commit conflicts, whenever the directory was
-    created."""
+    """If the table's directory already exists, the commit raises a conflict, no matter when it was created."""
     trial = hdfs_trial(hdfs_filesystem, tmp_path, 0, "create")
     sink = trial.make_sink()
     other = f"/{tmp_path.name}/0/t"
@@ -185,7 +186,7 @@ def test_an_existing_table_directory_is_a_conflict(hdfs_filesystem, tmp_path, mo
 
 
 def test_files_moved_into_another_directory_are_removed(hdfs_filesystem, tmp_path):
-    """A driver dies after such a rename. A repeat removes its files from the other directory."""
+    """If a driver dies after a rename into another directory, a repeat removes its files from that directory."""
 
     def make_trial(name):
         (tmp_path / name).mkdir()
@@ -198,12 +199,12 @@ def test_files_moved_into_another_directory_are_removed(hdfs_filesystem, tmp_pat
 
 @pytest.mark.parametrize("moments", [(4,), pytest.param(range(1, 60), marks=pytest.mark.long)], ids=["one", "all"])
 def test_of_two_first_commits_with_different_schemas_one_fails(hdfs_filesystem, tmp_path, moments):
-    """Both commits find no earlier one. One succeeds, the other raises and names the commit with another schema."""
+    """If two first commits have different schemas, one succeeds. The other raises an error that names the first."""
     first_commits_of_two_schemas(lambda number: hdfs_trial(hdfs_filesystem, tmp_path, number), moments)
 
 
 def test_a_mismatched_schema_is_reported_before_anything_runs(hdfs_filesystem, tmp_path):
-    """The error names the columns before anything runs."""
+    """If the schema does not match the table's, an error names the columns before anything runs."""
     mismatched_schemas(hdfs_trial(hdfs_filesystem, tmp_path, 0))
 
 
@@ -211,7 +212,10 @@ def test_a_mismatched_schema_is_reported_before_anything_runs(hdfs_filesystem, t
     "moments", [(30,), pytest.param(range(1, 300, 3), marks=pytest.mark.long)], ids=["one", "some"]
 )
 def test_lost_connections_never_leave_a_partial_commit(hdfs_filesystem, tmp_path, moments):
-    """A connection is lost at any call: a clear error, and no partial commit. A repeat completes a decided commit."""
+    """If a connection is lost at any call, the error is clear, and no commit is partial.
+
+    A repeat completes a decided commit.
+    """
     with Proxy(urllib.parse.urlsplit(hdfs_filesystem.handler.fs.url).port) as proxy:
         host, _, port = proxy.hosts.partition(":")
         web = WebHDFS(host, int(port), user="root", skip_instance_cache=True)
@@ -225,11 +229,11 @@ def test_lost_connections_never_leave_a_partial_commit(hdfs_filesystem, tmp_path
 
         with contextlib.closing(web.session):
             lost_connections(make_trial, proxy, moments)
-            gc.collect()  # abandoned files are written when they are collected, which needs the server
+            gc.collect()  # abandoned files are written when they are garbage-collected, which needs the server
 
 
 def test_an_unwritable_path_is_reported_before_anything_runs(hdfs_filesystem, tmp_path):
-    """The server's error, or its absence, is raised as CommitFailed before anything runs."""
+    """If the path cannot be written, or there is no server, `CommitFailed` is raised before anything runs."""
     with hdfs_filesystem.open_output_stream(f"/{tmp_path.name}/file") as stream:
         stream.write(b"no folder")
     sink = ParquetSink(f"/{tmp_path.name}/file/t", filesystem=hdfs_filesystem)

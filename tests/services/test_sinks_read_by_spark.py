@@ -1,4 +1,4 @@
-"""Spark reads a directory during commits. It sees no staged row and no partial commit."""
+"""While commits run, Spark reads the directory. It must see neither staged rows nor a partial commit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.local_sinks import appended, parquet
 
 
 class ReadingDriver(Driver):
-    """A driver during whose calls to the file system a reader reads, at every n-th call."""
+    """A driver that lets a reader read at every n-th call to the file system."""
 
     def __init__(self, read, every_nth):
         super().__init__()

@@ -12,9 +12,9 @@ from support.s3 import s3_server
 
 
 def test_splits_are_read_from_an_s3_uri():
-    """Row groups and files named by a URI are read, also by a pickled copy as in tasks.
+    """Row groups and files at an S3 URI are read, even by a pickled copy of the enumerator, as in tasks.
 
-    Splits do not show the secret.
+    The splits do not contain the secret key.
     """
     with s3_server() as (filesystem, uri):
         pq.write_table(pa.table({"n": range(10)}), "bucket/states/n.parquet", filesystem=filesystem, row_group_size=4)

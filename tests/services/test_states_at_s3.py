@@ -1,4 +1,4 @@
-"""States on an S3 server and their handles."""
+"""State handles whose states are on an S3 server."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from support.s3 import s3_server
 
 
 def test_states_can_be_stored_on_s3():
-    """States are written, read, replaced, verified, removed and swept by the server's clock.
+    """States on S3 can be written, read, verified, replaced and removed. A sweep uses the server's clock.
 
-    No text shows the secret.
+    No message contains the secret key.
     """
     with s3_server() as (filesystem, uri):
         storage = StateStorage(uri)

@@ -129,7 +129,7 @@ from support.sink_targets import SinkTarget, ROWS, rows_of
 from support.commit_trials import Driver, Killed
 
 class DyingDriver(Driver):
-    def moment(self, name, holds=False):
+    def moment(self, name, holds_lock=False):
         super().moment(name)
         if self.moments == {at}:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -139,7 +139,7 @@ place.name, place.folder, place.conf = {name!r}, __import__("pathlib").Path({fol
 spark = stagecrew.configure(session_builder({master!r})).getOrCreate()
 watcher = DyingDriver()
 sink = place.sink()
-commit_log = watcher.watched(stagecrew.operators.FileCommitLog({log!r}), ("write",))
+commit_log = watcher.instrument(stagecrew.operators.FileCommitLog({log!r}), ("write",))
 
 class WatchedSink(type(sink)):
     def begin(self, staging):

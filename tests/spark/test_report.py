@@ -131,7 +131,7 @@ def test_the_report_of_a_killed_application_says_it_has_no_end(tmp_path: Path) -
         driver.stdout.close()
     result = CliRunner().invoke(main, ["report", log], env={"COLUMNS": "250"})
     assert result.exit_code == 0, result.output
-    assert "no end is recorded: it still runs, or was killed" in result.output
+    assert "(no end recorded: the application is still running, or was killed)" in result.output
     assert "nightly: The event log shows this topology as of" in result.output
 
 
@@ -199,4 +199,4 @@ def test_the_report_of_a_log_without_stagecrew_says_so(tmp_path: Path) -> None:
     )
     result = CliRunner().invoke(main, ["report", str(log)])
     assert "old (app-1), Spark 4.3.0" in result.output
-    assert "This log has no data of stagecrew" in result.output
+    assert "This log contains no stagecrew data" in result.output

@@ -288,8 +288,21 @@ def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
         )
         for one in report.listeners
     ]
-    (row,) = table_cells(text, "Partitions", "topology", "executor", "in progress", "outputs", "bytes", "blocks", "their bytes", "released", "bytes released", "not deleted")  # fmt: skip
-    assert (row["outputs"], row["released"], row["bytes released"], row["not deleted"]) == (
+    (row,) = table_cells(
+        text,
+        "Partitions",
+        "topology",
+        "executor",
+        "in progress",
+        "outputs",
+        "output bytes",
+        "blocks",
+        "block bytes",
+        "released",
+        "bytes released",
+        "release failures",
+    )
+    assert (row["outputs"], row["released"], row["bytes released"], row["release failures"]) == (
         "0",
         str(MAPS),
         str(bytes_of),
@@ -302,12 +315,12 @@ def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
         "state",
         "evaluations",
         "failed",
-        "in",
-        "out",
+        "events in",
+        "events out",
         "requests",
         "reply ms p50, p99",
     )
-    row, splits_row = table_cells(text, "Coordinators", *columns, "progress")
+    row, splits_row = table_cells(text, "Operators", *columns, "progress")
     assert tuple(row.values())[1:9] == (
         *("o/1", "coordinator", "closed", str(TASKS), "0"), str(TASKS * EVENTS), str(2 * TASKS), str(TASKS * REQUESTS),
     )  # fmt: skip

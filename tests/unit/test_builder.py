@@ -280,9 +280,7 @@ def test_listeners_are_not_in_the_options(started):
 
 def test_configure_refuses_a_session(monkeypatch):
     """It says that a builder is wanted, and why."""
-    with pytest.raises(
-        ConfigurationError, match=r"takes SparkSession\.builder, but this is a session that already runs"
-    ):
+    with pytest.raises(ConfigurationError, match=r"takes SparkSession\.builder, but this is a running session"):
         stagecrew.configure(SparkSession.__new__(SparkSession))
 
 
@@ -345,7 +343,7 @@ def test_a_running_context_without_the_plugin(builder, monkeypatch):
     configured = stagecrew.configure(builder)
     with monkeypatch.context() as patched:
         patched.setattr(pyspark.SparkContext, "_active_spark_context", running)
-        with pytest.raises(NotActive, match=r"a SparkContext already runs without stagecrew.*Stop this session"):
+        with pytest.raises(NotActive, match=r"a SparkContext is already running without stagecrew.*Stop this session"):
             configured.getOrCreate()
 
 
@@ -490,11 +488,11 @@ def test_listeners_of_a_running_application_cannot_change():
     crew = Crew.__new__(Crew)
     crew._registered = (pool("a"),)
     crew.application = types.SimpleNamespace(coordinators={"counter": None})
-    crew._already_has((pool("a"),), ["counter"])
-    crew._already_has((), ())
+    crew._require_registered((pool("a"),), ["counter"])
+    crew._require_registered((), ())
     with pytest.raises(
         ConfigurationError, match=r"it does not have: pool, Pool\. Stop the session first, or use a topology"
     ):
-        crew._already_has((pool("a"), pool("b"), Pool()), ())
+        crew._require_registered((pool("a"), pool("b"), Pool()), ())
     with pytest.raises(ConfigurationError, match=r"coordinators cannot change; it does not have: other\. Stop the"):
-        crew._already_has((), ["counter", "other"])
+        crew._require_registered((), ["counter", "other"])

@@ -35,7 +35,7 @@ def test_all_pieces_of_a_write_arrive_complete_and_in_order(ends):
     writer.join(10)
     assert not writer.is_alive()
     assert all(data == back for data, back in zip(sent, received, strict=True))
-    assert other.arrived() == []
+    assert other.receive() == []
 
 
 def test_a_write_to_a_peer_that_does_not_read_times_out(ends):
@@ -51,7 +51,7 @@ def test_reads_and_writes_fail_at_once_when_the_peer_has_closed(ends):
     one, other = ends
     other.close()
     with pytest.raises(ChannelClosed):
-        one.arrived()
+        one.receive()
     with pytest.raises(ChannelClosed):
         one.write(b"x", b"y")
     one.close()

@@ -36,7 +36,7 @@ def compare(compat, monkeypatch, tmp_path):
 
         monkeypatch.setattr(compat, "run_module", run_module)
         environments = {name: {"name": name} for name in compat.VARIATIONS}
-        compared, idle, differences = compat.found_differences([M], environments, tmp_path, 1.0)
+        compared, idle, differences = compat.find_differences([M], environments, tmp_path, 1.0)
         return compared, idle, [test for test, _, _ in differences]
 
     return compare

@@ -140,8 +140,8 @@ def test_without_a_traceback_the_summary_is_the_first_line():
     """As for errors of coordinators, of a JVM, or of processes. The summary of an empty text is empty."""
     assert error_line("\n  \n  ValueError: no\nmore\n") == "ValueError: no"
     assert (
-        error_line("open ignored its timeout; its process was ended")
-        == "open ignored its timeout; its process was ended"
+        error_line("open ignored its timeout; its process was killed")
+        == "open ignored its timeout; its process was killed"
     )
     assert error_line('ValueError: in\n  File "x", line 3, in f') == "ValueError: in"
     assert error_line("") == error_line(" \n ") == ""

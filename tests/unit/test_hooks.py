@@ -357,7 +357,7 @@ def test_a_decorator_that_fails_on_exit_is_logged_and_reported(task_error, caplo
     assert leave(task_error) is None
     (record,) = caplog.records
     assert record.getMessage() == (
-        "decorate of listener 'orders' (topology 'enrich', executor 7, host localhost) failed at its end"
+        "decorate of listener 'orders' (topology 'enrich', executor 7, host localhost) failed on exit"
     )
     ((kind, fields),) = channel.sent
     assert (kind, fields["hook"], fields["outcome"]) == ("HOOK_DONE", "decorate", "failed")

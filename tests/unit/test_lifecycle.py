@@ -652,7 +652,9 @@ def test_the_error_of_find_names_where_it_searched():
         lifecycle.find(target._stagecrew)
 
     hooks.open = asks
-    with pytest.raises(LookupError, match=r"it is not open yet: listeners open in the order registered"):
+    with pytest.raises(
+        LookupError, match=r"it is not open yet: listeners open in the order in which they are registered"
+    ):
         lifecycle.begin(["a", "b"], "task")
     hooks.open = lambda topology, registered: None
     lifecycle.begin(["a", "b"], "task")

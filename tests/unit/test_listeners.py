@@ -154,7 +154,7 @@ def test_a_notebook_cell_that_runs_again():
 def test_a_reference_is_identified_without_arguments():
     """A reference has no arguments. It does not match a listener with others, and matches a cell that was run again."""
     one, again, other = pool("a"), pool("a"), pool("b")
-    one._stagecrew.registered_for("topology 'enrich'", "enrich-1")
+    one._stagecrew.note_registration("topology 'enrich'", "enrich-1")
     bare = one._stagecrew.reference()
     assert bare.same(one._stagecrew)
     assert one._stagecrew.same(bare)
@@ -238,7 +238,7 @@ def test_the_places_of_registration_stay_short():
     """Only the last few places are kept, each once: they travel with each task's function."""
     one = pool("a")
     for i in (*range(50), 49, 48):
-        one._stagecrew.registered_for(f"topology 'run {i}'", f"run-{i}")
+        one._stagecrew.note_registration(f"topology 'run {i}'", f"run-{i}")
     assert one._stagecrew.topologies == [(f"topology 'run {i}'", f"run-{i}", False) for i in (45, 46, 47, 49, 48)]
 
 

@@ -223,7 +223,7 @@ def test_a_worker_that_is_no_longer_needed_closes_everything(executor):
         executor_end.close()
         executor.worker.wait_for_task(worker_end)
     assert not executor.worker.anything_open
-    assert executor.receive("GOODBYE")["reason"] == "the worker is not needed any more"
+    assert executor.receive("GOODBYE")["reason"] == "the worker is no longer needed"
 
 
 def test_a_kill_during_a_task_is_raised_once(executor):

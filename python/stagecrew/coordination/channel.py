@@ -196,7 +196,7 @@ class DriverChannel:
                 os.read(self._wake_out, 1024)
         if self._channel.fileno() in ready:
             try:
-                for frame in self._channel.arrived():
+                for frame in self._channel.receive():
                     self._handle(frame)
             except ChannelError as error:
                 if not self._ended.is_set():

@@ -1,6 +1,6 @@
 """The demo: it enriches real flights from a real database, with and without stagecrew.
 
-Workers import this package. The modules that only the driver needs are therefore imported on use.
+Workers import this package. Therefore the modules that only the driver needs are imported when they are first used.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Database(Protocol):
         """Returns the key and the columns of all rows with one of these keys."""
 
     def connections(self) -> int:
-        """Returns the number of connections that were opened so far, without those of the driver."""
+        """Returns the number of connections that were opened so far, except the driver's own."""
 
     def remove(self) -> None:
         """Removes everything that the demo created in the database, except the SQLite file itself."""

@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The figures of both enrichments. `pools` has the opens and closes of the pool for each executor."""
+    """The figures of both enrichments. `pools` contains the opens and closes of the pool for each executor."""
 
     without: Outcome
     with_stagecrew: Outcome
@@ -140,18 +140,18 @@ class Demo:
         from stagecrew.demo.enrich import connection_per_task, database_pool, pool_per_worker, unchanged
 
         flights = spark.read.parquet((scratch / "flights").as_uri())
-        before, after = scratch / "without", self._output.resolve() / "flights"
+        path_without, path_with = scratch / "without", self._output.resolve() / "flights"
         with self._progress() as progress:
             # Not measured. This starts the Python workers and compiles Spark's readers and writers. Otherwise only
             # the first enrichment would pay for that.
             with self._tracked(spark, progress, "Warming up", parts):
                 self._write(flights, unchanged, flights.schema.simpleString()[7:-1], scratch / "warm")
             with self._tracked(spark, progress, "Without stagecrew", parts):
-                without = self._timed(spark, database, flights, connection_per_task(database), before)
+                without = self._timed(spark, database, flights, connection_per_task(database), path_without)
             pool = database_pool(database)
             with self._tracked(spark, progress, "With stagecrew", parts):
                 topology = stagecrew.crew(spark).topology("enrich", listeners=[pool])
-                with_ = self._timed(spark, database, flights, pool_per_worker(database, pool), after, topology)
+                with_ = self._timed(spark, database, flights, pool_per_worker(database, pool), path_with, topology)
         pools = {one.executor: (one.opens, one.closes) for one in topology.report.listeners}
         comparison = Comparison(without, with_, pools, database.counted_by)
         self._show(comparison)

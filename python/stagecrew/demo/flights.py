@@ -13,7 +13,7 @@ __all__ = ["PARTS", "tables", "write_flights"]
 
 #: The maximum number of partitions of the flights. As in a larger job, there are many more partitions than workers.
 PARTS = 64
-#: The minimum number of flights in a partition.
+#: The minimum number of flights in a partition, unless there is only one partition.
 MIN_FLIGHTS = 750
 
 _TABLES = {

@@ -30,8 +30,8 @@ def fingerprint(function: Any, pickled: bytes) -> bytes:
 
     A function or class that can be imported by its name is identified by that name. Any other is identified by its
     code (without line numbers), its defaults, the values of its closure, and the globals that it uses. Objects are
-    identified by their pickled form. The order of sets and dicts does not matter. `pickled` is the result of
-    cloudpickle. It is used instead if an object can be pickled but not inspected.
+    identified by their pickled form. The order of sets and dicts does not matter. `pickled` is the function or value,
+    pickled by cloudpickle. If an object can be pickled but not inspected, the digest of `pickled` is returned.
 
     Not promised: equal fingerprints for an object whose pickled form differs each time.
     """
@@ -50,20 +50,20 @@ def _hashed(kind: str, parts: Iterable[bytes]) -> bytes:
 
 
 def _name(value: Any) -> str | None:
-    """The name under which every process can import this function or class, or None."""
+    """Returns the name under which every process can import this function or class, or None."""
     if not isinstance(value, _NAMED) or value.__module__ in (None, "__main__"):
         return None
     found: Any = sys.modules.get(value.__module__)
     for part in value.__qualname__.split("."):
         found = getattr(found, part, None)
-    there = found is value or (isinstance(value, type) and not value.__flags__ & _HEAP_TYPE)
-    return f"{value.__module__}.{value.__qualname__}" if there else None
+    is_importable = found is value or (isinstance(value, type) and not value.__flags__ & _HEAP_TYPE)
+    return f"{value.__module__}.{value.__qualname__}" if is_importable else None
 
 
-def _used(code: types.CodeType) -> set[str]:
-    """The globals that the code, and functions defined in it, use."""
+def _global_names(code: types.CodeType) -> set[str]:
+    """The names of the globals that the code, and the functions defined in it, use."""
     names = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return names.union(*(_used(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+    return names.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
 
 
 def _content(cell: types.CellType) -> list[Any]:
@@ -89,23 +89,23 @@ class _Walk:
         if id_ in self._open:
             return _hashed("again", [b"%d" % self._open[id_]])
         self._open[id_] = len(self._open)
-        made = self._made(value)
+        digest = self._compute(value)
         del self._open[id_]
-        self._done[id_] = (made, value)
-        return made
+        self._done[id_] = (digest, value)
+        return digest
 
     def _all(self, kind: str, *values: Any) -> bytes:
         return _hashed(kind, [self.digest(value) for value in values])
 
-    def _made(self, value: Any) -> bytes:
+    def _compute(self, value: Any) -> bytes:
         if (name := _name(value)) is not None:
             return _hashed("name", [name.encode()])
         if isinstance(value, types.FunctionType):
-            held = [_content(cell) for cell in value.__closure__ or ()]
-            everything = value.__globals__
-            used = {name: everything[name] for name in _used(value.__code__) if name in everything}
+            closure = [_content(cell) for cell in value.__closure__ or ()]
+            all_globals = value.__globals__
+            used = {name: all_globals[name] for name in _global_names(value.__code__) if name in all_globals}
             return self._all(
-                "function", value.__code__, value.__defaults__, value.__kwdefaults__, held, used, value.__dict__
+                "function", value.__code__, value.__defaults__, value.__kwdefaults__, closure, used, value.__dict__
             )
         if isinstance(value, types.CodeType):
             names = (value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
@@ -126,9 +126,9 @@ class _Walk:
 
     def _object(self, value: Any) -> bytes:
         reduce = cloudpickle.CloudPickler.dispatch_table.get(type(value))
-        how = value.__reduce_ex__(4) if reduce is None else reduce(value)
-        if isinstance(how, str):
-            return self._all("name", getattr(value, "__module__", None) or type(value).__module__, how)
-        call, args, *more = how
+        reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
+        if isinstance(reduced, str):
+            return self._all("name", getattr(value, "__module__", None) or type(value).__module__, reduced)
+        call, args, *more = reduced
         state, items, pairs = [*more, None, None, None][:3]
         return self._all("object", call, args, state, list(items or ()), list(pairs or ()))

@@ -1,4 +1,4 @@
-"""Identifies a listener that was registered on the driver in a task.
+"""Identifies, in a task, a listener that was registered on the driver.
 
 Every Python worker imports this module, so it uses only the standard library and starts no thread.
 """
@@ -26,7 +26,7 @@ def _key() -> bytes:
 
 @functools.cache
 def _maker() -> bytes:
-    """Identifies the process that created a listener. Digests of two processes have different keys, and never match."""
+    """Identifies the process that created a listener. Processes have different keys, so their digests never match."""
     return hashlib.sha256(b"maker" + _key()).digest()[:8]
 
 
@@ -54,10 +54,10 @@ class RedefinedError(LookupError):
 class Identity:
     """Identifies a listener in a task, however the task's function refers to it.
 
-    `id` is pickled with the listener. A worker that imports a module creates the listeners of the module again. They
-    are recognised by `factory` (the module and name of the class or function) and equal arguments. A reference is
-    pickled without its arguments, which may be secrets. Instead it contains a digest of them. The key of the digest
-    never leaves its process, so digests of different processes cannot be compared. Therefore a listener in
+    `id` is pickled with the listener. A worker that imports a module creates the listeners of the module again, with
+    other ids. They are recognised by `factory` (the module and name of the class or function) and equal arguments. A
+    reference is pickled without its arguments, which may be secrets. Instead it contains a digest of them. The key of
+    the digest never leaves its process, so digests of different processes cannot be compared. Therefore a listener in
     `spark.stagecrew.listeners` is also identified by its name there.
     """
 
@@ -91,13 +91,13 @@ class Identity:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _arguments=None, _defined_by=None)
 
-    def registered_for(self, what: str, topology: str) -> None:
-        """Records where the listener was registered, for errors. Keeps only a few, because each task receives them."""
+    def note_registration(self, what: str, topology: str) -> None:
+        """Records a topology with this listener, for errors. Keeps only a few, because each task receives them."""
         # A new list: another thread may pickle the old one.
         others = [one for one in self.topologies if one.what != what]
         self.topologies = [*others, Registration(what, topology)][-_REMEMBERED:]
 
-    def has_ended(self, topology: str) -> None:
+    def note_end(self, topology: str) -> None:
         """Records that the topology with this id has ended."""
         self.topologies = [one._replace(ended=True) if one.id == topology else one for one in self.topologies]
 
@@ -169,7 +169,7 @@ class Identity:
         return False
 
     def reference(self) -> Identity:
-        """The same identity without the arguments, which may contain secrets."""
+        """Returns the same identity without the arguments, which may contain secrets."""
         reference = Identity.__new__(Identity)
         has_no_arguments = self.pickled_arguments == _NO_ARGUMENTS
         reference.__dict__.update(
@@ -187,20 +187,20 @@ class Identity:
         return reference
 
 
-def chosen(identity: Identity, known: Sequence[T], of: Callable[[T], Identity]) -> T | None:
-    """Returns the first of `known` that is the same listener, or None.
+def chosen(identity: Identity, candidates: Sequence[T], identity_of: Callable[[T], Identity]) -> T | None:
+    """Returns the first of the candidates that is the same listener, or None.
 
     A listener with the same id is preferred, then one that the configuration registers under the same name, then one
     with the same factory and arguments. Raises `RedefinedError` if only listeners with different code match.
     """
     for matches in (lambda other: other.id == identity.id, identity.same_name):
-        for one in known:
-            if matches(of(one)):
+        for one in candidates:
+            if matches(identity_of(one)):
                 return one
-    alike = [one for one in known if identity.same(of(one))]
+    alike = [one for one in candidates if identity.same(identity_of(one))]
     for one in alike:
-        if not identity.redefines(of(one)):
+        if not identity.redefines(identity_of(one)):
             return one
     if alike:
-        raise RedefinedError(of(alike[0]))
+        raise RedefinedError(identity_of(alike[0]))
     return None

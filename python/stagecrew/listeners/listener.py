@@ -1,4 +1,4 @@
-"""Lifecycle listeners: code that opens before a topology's first task, closes after its last, and decorates each.
+"""Lifecycle listeners: code that opens before a topology's first task, closes after its last, and decorates each task.
 
 Every Python worker imports this module, so it uses only the standard library and starts no thread.
 """
@@ -43,7 +43,7 @@ class Scope(enum.Enum):
     WORKER = "worker"
     """Once in each Python worker, on its main thread. Tasks without Python do not open it."""
     EXECUTOR = "executor"
-    """Once on each executor, in a process of its own. Tasks without Python open it too."""
+    """Once on each executor, in its own process. Tasks without Python also open it."""
 
 
 class Lifetime(enum.Enum):
@@ -149,8 +149,8 @@ class Listener:
             def close(self, context):
                 self.pool.close()
 
-    Not promised: `close` does not run in a process that is killed with SIGKILL, or that is inside C code when it is
-    cancelled. The correctness of results must not depend on `close`.
+    Not promised: `close` does not run in a process that is killed with SIGKILL, or that is running C code when its task
+    is killed. The correctness of results must not depend on `close`.
 
     Source: FLINK-14184, which asks for this contract per task manager.
     """
@@ -192,7 +192,7 @@ class Listener:
         """
 
     def close(self, context: ListenerContext) -> None:
-        """Called after the last task, also if `open` raised. An exception is logged and counted.
+        """Called after the last task, even if `open` raised. An exception is logged and counted.
 
         Args:
             context: The process, the topology and the configuration.
@@ -221,7 +221,7 @@ class Listener:
             The open listener.
 
         Raises:
-            ResourceNotOpen: The task does not run in a topology that has this listener.
+            ResourceNotOpen: The task is not running in a topology that has this listener.
         """
         return resolve(self._stagecrew, listener_name(self))
 

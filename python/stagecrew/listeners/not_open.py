@@ -37,7 +37,7 @@ class Task:
     """The topologies of a task's action.
 
     `topology` is the id of the topology in which the action ran. `closed` contains the ids of topologies that the
-    action's thread had used and that had already closed.
+    action's thread had entered and that had already closed.
     """
 
     topology: str | None = None

@@ -33,7 +33,7 @@ _resolvers: Final[list[Resolver]] = []
 
 @contextlib.contextmanager
 def resolving(resolver: Resolver) -> Iterator[None]:
-    """Inside, `get()` uses this resolver in all threads of this process. The innermost resolver is used first."""
+    """Inside the `with`, `get()` uses this resolver in all threads of this process, before those of outer `with`s."""
     _resolvers.append(resolver)
     try:
         yield
@@ -56,7 +56,7 @@ def resolve(identity: Identity, name: str) -> Any:
 
 
 def _task() -> not_open.Task | None:
-    """The task that this process runs, if it runs one."""
+    """The task that this process is running, or None."""
     if "pyspark" not in sys.modules:
         return None
     from pyspark import TaskContext

@@ -29,7 +29,7 @@ _registering: Final = contextvars.ContextVar("stagecrew_registering", default=Fa
 
 @contextlib.contextmanager
 def registering() -> Iterator[None]:
-    """Inside, resources are pickled with their arguments. Outside, they are pickled as references."""
+    """Inside the `with`, resources are pickled with their arguments. Outside, they are pickled as references."""
     token = _registering.set(True)
     try:
         yield
@@ -102,7 +102,7 @@ class Resource(Listener, Generic[T]):
             The yielded value.
 
         Raises:
-            ResourceNotOpen: The task does not run in a topology that has this resource.
+            ResourceNotOpen: The task is not running in a topology that has this resource.
         """
         return cast(T, resolve(self._stagecrew, listener_name(self)))
 
@@ -139,7 +139,7 @@ class ResourceFactory(Generic[P, T]):
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Resource[T]:
-        """Returns a listener that calls the function with these arguments where it opens."""
+        """Returns a listener whose `open` calls the function with these arguments."""
         if (signature := _signature(self.function)) is not None:
             try:
                 signature.bind(None, *args, **kwargs)

@@ -1,1 +1,1 @@
-"""What people read: logs, the console, reports from event logs, and the first line of an error."""
+"""Output for people: logs, the console, reports from event logs, and the line that summarizes an error."""

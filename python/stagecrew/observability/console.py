@@ -1,4 +1,4 @@
-"""Console output of the commands: tables, and a Spark that starts without filling the terminal."""
+"""Console output of the commands: tables, the useful line of a Spark error, and Spark's stderr in a file."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["harmless", "redirect_stderr", "spark_error_line", "table"]
 def redirect_stderr(log: Path) -> Iterator[None]:
     """Redirects the standard error of a JVM that is started inside, and of its Python workers, to this file.
 
-    It redirects the file descriptor, which the JVM inherits, so messages from before the log configuration are in the
-    file too. It has **no** effect on a JVM that already runs.
+    It redirects the file descriptor, which the JVM inherits. So the file also contains messages from before the JVM
+    has configured its log. It has **no** effect on a JVM that is already running.
     """
     sys.stderr.flush()
     kept = os.dup(2)
@@ -56,7 +56,7 @@ def spark_error_line(error: BaseException) -> str:
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
-    """A table with whole numbers aligned right. Cells may contain texts of users, so nothing in them is markup."""
+    """A table with right-aligned integers. Cells are not parsed as markup, because they may contain users' texts."""
     made = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         made.add_row(*(Text(harmless(str(cell)), justify="right" if isinstance(cell, int) else None) for cell in row))

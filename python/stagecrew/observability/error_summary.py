@@ -18,12 +18,12 @@ _LIKE_USERS: Final = _OWN + "demo/"
 #: Modules that this package calls and that call user code.
 _BETWEEN: Final = (contextlib.__file__, importlib.__file__, "<frozen importlib")
 
-#: A frame of a traceback; one of an exception group begins with a bar.
+#: A frame of a traceback. In an exception group, the frame's line begins with a bar.
 _FRAME: Final = re.compile(r'( *\| )?( +)File ".*", line \d')
 
 #: Follows the summary line of a shortened text.
 _CUT: Final = "\u2026"
-#: The number of frames to inspect, from the end. A message may have any number of them.
+#: The number of frames to inspect, from the end. A message may contain any number of lines that look like frames.
 _MAX_FRAMES: Final = 200
 
 

@@ -1,4 +1,4 @@
-"""The command `stagecrew report`: shows an application that has ended, or was killed, from its event log."""
+"""The command `stagecrew report`: shows what stagecrew recorded in the event log of an application."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from stagecrew.observability.error_summary import error_line
 __all__ = ["read_event_log", "report"]
 
 _CLASS: Final = "org.apache.spark.stagecrew.Report"
-#: The prefixes of the JVM's result and of its errors. All other lines are output of Spark.
-_FOUND: Final = "stagecrew-report: "
-_ERROR: Final = "stagecrew-report-error: "
+#: The prefixes of the lines with the JVM's result and its error. All other lines are Spark's output.
+_RESULT_PREFIX: Final = "stagecrew-report: "
+_ERROR_PREFIX: Final = "stagecrew-report-error: "
 #: Overrides the defaults of the installed Spark, so that the report runs in one local JVM.
 _LOCAL: Final = ("--master", "local", "--deploy-mode", "client")
-#: The counts of an executor's partitions, and their columns.
+#: The JSON key of each count of an executor's partitions, and its column heading.
 _PARTITIONS: Final = {
     "inProgress": "in progress",
     "outputs": "outputs",
-    "outputBytes": "bytes",
+    "outputBytes": "output bytes",
     "blocks": "blocks",
-    "blockBytes": "their bytes",
+    "blockBytes": "block bytes",
     "released": "released",
     "releasedBytes": "bytes released",
-    "releaseFailures": "not deleted",
+    "releaseFailures": "release failures",
 }
 
 
@@ -51,14 +51,14 @@ def read_event_log(log: str) -> dict[str, Any]:
             the installed Spark supports.
 
     Returns:
-        The JSON of the tab, with the additional keys `application` and `notes`.
+        The data of stagecrew's tab in the Spark UI, as a dict, with the additional keys `application` and `notes`.
 
     Raises:
         ConfigurationError: The log does not exist, or Spark cannot read it.
         ConfigurationError: Spark is not installed here.
     """
     command = [found_spark_submit(), *_LOCAL, "--class", _CLASS, "--conf", "spark.log.level=ERROR", jar_path(), log]
-    environment = {key: value for key, value in os.environ.items() if key != "SPARK_REMOTE"}  # it excludes --master
+    environment = {key: value for key, value in os.environ.items() if key != "SPARK_REMOTE"}  # excludes --master
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -68,15 +68,16 @@ def read_event_log(log: str) -> dict[str, Any]:
         env=environment,
         check=False,
     )
-    for line in done.stdout.split("\n"):  # not splitlines: names may have other line separators
-        if line.startswith(_ERROR):
-            raise ConfigurationError(f"cannot read event log {log}: {line.removeprefix(_ERROR)}")
-        if line.startswith(_FOUND):
-            found: dict[str, Any] = json.loads(line.removeprefix(_FOUND))
-            return found
+    for line in done.stdout.split("\n"):  # not splitlines(): names in the JSON may contain other line separators
+        if line.startswith(_ERROR_PREFIX):
+            raise ConfigurationError(f"cannot read event log {log}: {line.removeprefix(_ERROR_PREFIX)}")
+        if line.startswith(_RESULT_PREFIX):
+            data: dict[str, Any] = json.loads(line.removeprefix(_RESULT_PREFIX))
+            return data
     output = "\n".join(done.stderr.splitlines()[-20:])
     raise ConfigurationError(
-        f"cannot read event log {log}: spark-submit ended with status {done.returncode} and the output\n{output}"
+        f"cannot read event log {log}: spark-submit exited with status {done.returncode}. The last lines of its "
+        f"stderr:\n{output}"
     )
 
 
@@ -84,34 +85,34 @@ def read_event_log(log: str) -> dict[str, Any]:
 @click.argument("log", metavar="EVENT_LOG")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def report(log: str, as_json: bool) -> None:
-    """Show the data of stagecrew in an EVENT_LOG of Spark, without a History Server.
+    """Show the data that stagecrew recorded in a Spark EVENT_LOG, without a History Server.
 
     EVENT_LOG is a path or a URI: a file, or the folder of a rolling log.
     """
-    found = read_event_log(log)
+    data = read_event_log(log)
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(data, indent=2))
         return
     console = Console(highlight=False)
-    for text in _head(found):
-        console.print(Text(harmless(text)))  # a Text, so that nothing in it is markup
-    for title, content in _tables(found):
+    for text in _head(data):
+        console.print(Text(harmless(text)))  # a Text, so that it is not parsed as markup
+    for title, content in _tables(data):
         console.print(Text(f"\n{title}"))
         console.print(content)
 
 
-def _head(found: dict[str, Any]) -> Iterator[str]:
-    application = found["application"]
+def _head(data: dict[str, Any]) -> Iterator[str]:
+    application = data["application"]
     yield f"{application['name']} ({application['id']}), Spark {application['spark']}"
-    ended = _time(application["ended"]) if application["ended"] else "no end is recorded: it still runs, or was killed"
-    yield f"{_time(application['started'])} to {ended}"
-    yield from found["notes"]
-    if not found["topologies"]:
-        yield "This log has no data of stagecrew. Was the plugin on (spark.plugins), with version 0.1.0 or newer?"
+    started, ended = _time(application["started"]), _time(application["ended"])
+    yield f"{started} to {ended or '(no end recorded: the application is still running, or was killed)'}"
+    yield from data["notes"]
+    if not data["topologies"]:
+        yield "This log contains no stagecrew data. Was stagecrew 0.1.0 or newer enabled (spark.plugins)?"
 
 
-def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
-    topologies = found["topologies"]
+def _tables(data: dict[str, Any]) -> Iterator[tuple[str, Table]]:
+    topologies = data["topologies"]
     if topologies:
         yield (
             "Topologies",
@@ -123,7 +124,7 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
                         _time(one["started"]),
                         f"{(one['ended'] - one['started']) / 1000:.1f}" if one["ended"] else "",
                         one["jobs"],
-                        len(one["askedBy"]) + one["forgottenExecutors"],
+                        len(one["askedBy"]) + one["forgottenExecutors"],  # askedBy: the executors that ran its tasks
                         len(one["unclosed"]),
                     )
                     for one in topologies
@@ -155,18 +156,18 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
             "state",
             "evaluations",
             "failed",
-            "in",
-            "out",
+            "events in",
+            "events out",
             "requests",
             "reply ms p50, p99",
             "progress",
         )
-        yield "Coordinators", table(("topology", *columns), operators)
-    if found["processes"]:
+        yield "Operators", table(("topology", *columns), operators)
+    if data["processes"]:
         yield (
             "Python processes",
             table(
-                ("executor", "process", "role", "began", "largest MB"),
+                ("executor", "process", "role", "began", "peak RSS MB"),
                 (
                     (
                         one["executor"],
@@ -175,11 +176,11 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
                         _time(one["started"]),
                         f"{max((sample['rss'] for sample in one['samples']), default=0) / 1e6:.0f}",
                     )
-                    for one in found["processes"]
+                    for one in data["processes"]
                 ),
             ),
         )
-    if recovery := found.get("recovery"):
+    if recovery := data.get("recovery"):
         yield "Job", table(("", ""), recovery["facts"].items())
         forgotten = recovery.get("forgottenSteps", 0)
         yield (

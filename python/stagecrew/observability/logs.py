@@ -29,10 +29,10 @@ _MAX_FRAMES: Final = 32
 class StructuredFormatter(logging.Formatter):
     """Writes each record as one line of JSON, in the format of Spark's own structured logs.
 
-    `pyspark.logger.SPARK_LOG_SCHEMA` reads the lines of both. The column `context` has, as text, the fields
-    `application`, `topology`, `operator`, `subtask`, `stage`, `partition` and `attempt` that the record carries, and
-    the context of a `PySparkLogger`. Records of a task carry them if the topology has the `LoggingContext` listener.
-    Records of a coordinator always do.
+    `pyspark.logger.SPARK_LOG_SCHEMA` reads the lines of both. The column `context` contains, as text, those of the
+    fields `application`, `topology`, `operator`, `subtask`, `stage`, `partition` and `attempt` that the record carries,
+    and the context of a `PySparkLogger`. Records of a task carry them if the topology has the `LoggingContext`
+    listener. Records of a coordinator always carry them.
 
     Examples:
         >>> import json, logging
@@ -122,8 +122,8 @@ def add_fields(record: logging.LogRecord, fields: Mapping[str, Any]) -> None:
     raises `KeyError` for every name of `extra` that is in `record.__dict__`. The factory does not receive `extra`, so
     this function reads it from the frame of `makeRecord`. The alternatives promise less:
 
-    - A subclass of `LogRecord` that computes the fields on access: `%(stage)s` in formats, `SocketHandler`, and
-      formatters of others read `record.__dict__`.
+    - A subclass of `LogRecord` that computes the fields on access: `%(stage)s` in formats, `SocketHandler`, and other
+      libraries' formatters read `record.__dict__`.
     - A filter: a logger's filters do not see the records of its children, and handlers may be added at any time.
     - A logger class, or a replaced `Logger.makeRecord`: existing loggers, and classes with a `makeRecord` of their own,
       are not covered.
@@ -133,7 +133,7 @@ def add_fields(record: logging.LogRecord, fields: Mapping[str, Any]) -> None:
     for _ in range(_MAX_FRAMES):
         if frame is None:
             break
-        if frame.f_code.co_name == "makeRecord":  # also that of a logger class of others
+        if frame.f_code.co_name == "makeRecord":  # also that of another library's logger class
             extra = frame.f_locals.get("extra")
             given = extra if isinstance(extra, Mapping) else ()
             break

@@ -1,1 +1,1 @@
-"""What is known of stored partitions, and when they are released."""
+"""Reports of stored partitions, and the policies that release them."""

@@ -12,7 +12,7 @@ __all__ = ["PartitionReport", "Release", "java_dataset", "policy"]
 
 
 class Release(enum.Enum):
-    """Which stored partitions are deleted when a topology ends. Those that another topology uses always stay.
+    """Which stored partitions are deleted when a topology ends. Partitions that another topology uses always stay.
 
     Examples:
         >>> import stagecrew
@@ -24,7 +24,7 @@ class Release(enum.Enum):
     SHUFFLES = "shuffles"
     #: The shuffle outputs, and the blocks of datasets that its tasks cached: the datasets are unpersisted.
     ALL = "all"
-    #: None. Spark's ContextCleaner deletes them after the driver's garbage collection.
+    #: None. Spark's ContextCleaner deletes them after a garbage collection in the driver.
     NONE = "none"
 
 
@@ -33,9 +33,10 @@ class PartitionReport:
     """The partitions that a topology has stored on one executor.
 
     Executors report about once a second, and when the topology closes. `outputs` counts complete outputs of map tasks,
-    `in_progress` those that are being written, and `blocks` the cached blocks of datasets (`block_bytes` is their size
-    in memory and on disk). `released` counts partitions that were deleted after the topology ended, and
-    `release_failures` those that could not be deleted. The executor's log contains the reason.
+    `in_progress` counts outputs that are being written, and `blocks` counts the cached blocks of datasets
+    (`block_bytes` is their size in memory and on disk). `released` counts partitions that were deleted after the
+    topology ended, and `release_failures` counts partitions that could not be deleted. The executor's log contains the
+    reason.
 
     Examples:
         with crew.topology("joined") as topology:

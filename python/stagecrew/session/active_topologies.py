@@ -1,4 +1,4 @@
-"""The active topologies, and those that each thread is in.
+"""The active topologies, and the topologies that each thread is in.
 
 Spark copies the topology of a thread to the threads, jobs and queries that it starts.
 """
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["PROPERTY", "ActiveTopologies", "TopologyNode"]
 
-#: Tasks receive the ids of the last topologies that ended in the thread of their action, for error messages: this many.
+#: For error messages, tasks receive the ids of this many of the last topologies that ended in the thread of their
+#: action.
 _REMEMBERED: Final = 5
 
 
 class TopologyNode:
-    """A topology as a node of the tree of topologies: its identity, its state, and where it began."""
+    """A topology as a node of the tree of topologies: its identity, its state, its parent and where it began."""
 
     operators: Operators
 
@@ -37,17 +38,17 @@ class TopologyNode:
         #: Whether `start` began it. Otherwise a `with` statement did.
         self.by_start = False
         self.parent: TopologyNode | None = None
-        #: The place in the program where it began.
+        #: The place in the program where the topology began.
         self.place = Place()
 
     @property
     def is_active(self) -> bool:
-        """Whether it has begun and not yet started to close."""
+        """Whether the topology has begun and not yet started to close."""
         return self._state == "active"
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is closed. It may have been closed by the exit of an outer topology."""
+        """Whether the topology is closed. The exit of an outer topology may have closed it."""
         return self._state == "closed"
 
 
@@ -57,8 +58,8 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         #: The innermost is last.
         self.entered: list[TopologyNode] = []
-        #: The local property before this thread entered the first of them, and the active topology that it named, or
-        #: None.
+        #: The value of the local property before this thread entered the first of them, and the active topology with
+        #: this id, or None.
         self.inherited_property: str | None = None
         self.inherited: TopologyNode | None = None
         #: The ids of topologies with listeners that ended in this thread.
@@ -66,7 +67,7 @@ class _ThreadState(threading.local):
 
 
 class ActiveTopologies:
-    """The active topologies of an application, and those that each thread is in.
+    """The active topologies of an application, and the topologies that each thread is in.
 
     Each thread has a Spark local property with the id of its innermost active topology, and one job tag for each of its
     active topologies. When a thread enters or leaves a topology, it also removes the property and the tags of
@@ -77,7 +78,7 @@ class ActiveTopologies:
         self._connection = connection
         #: The place of threads that are not in a topology.
         self.application_place = application_place
-        #: In the order in which they began.
+        #: The topologies that have begun and not ended, in the order in which they began.
         self._active: list[TopologyNode] = []
         self._thread = _ThreadState()
 
@@ -125,7 +126,7 @@ class ActiveTopologies:
             place = self.application_place if topology is None else topology.place
         return place
 
-    def started(self, name: str) -> bool:
+    def is_in_started(self, name: str) -> bool:
         """Whether this thread is in an active topology of this name that `start` began."""
         candidates = [*self._thread.entered]
         outer = self.innermost
@@ -146,7 +147,7 @@ class ActiveTopologies:
         context.addJobTag(topology.tag)
 
     def leave(self, topology: TopologyNode) -> None:
-        """Undoes `enter`. In a thread that is not in the topology it only removes topologies that have ended."""
+        """Undoes `enter`. If this thread has not entered the topology, it only removes topologies that have ended."""
         mine = self._thread
         for i in reversed(range(len(mine.entered))):
             if mine.entered[i] is topology:

@@ -1,4 +1,4 @@
-"""The application topology, with the coordinators that were passed to the session builder."""
+"""The application topology, with the coordinators that were passed to `configure`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ APPLICATION: Final = "application"
 
 
 class Application:
-    """The topology that spans everything. Its coordinators are created before Spark starts."""
+    """The topology that spans the whole application. Its coordinators are created before Spark starts."""
 
     name = id = APPLICATION
 
@@ -53,11 +53,11 @@ class Application:
 
     @property
     def is_active(self) -> bool:
-        """Whether the session runs."""
+        """Whether the session is running."""
         return self.connection is not None and self.connection.running
 
     def begin(self, connection: PluginConnection) -> None:
-        """Starts the coordinators when the session is running."""
+        """Starts the coordinators. Called once the session is running."""
         self.connection = connection
         if self.coordinators:
             self.operators.begin(connection.host())
@@ -74,7 +74,10 @@ class Application:
         return self.connection.request_timeout
 
     def streaming_query(self) -> QueryCheck | None:
-        """Returns a check whether the streaming query that called this thread still runs, or None in other threads."""
+        """Returns a function that checks whether the streaming query that called this thread is still running.
+
+        Returns None in a thread that no streaming query called.
+        """
         return None if self.connection is None else self.connection.streaming_query()
 
     def cancel_failed(self, cause: BaseException) -> None:

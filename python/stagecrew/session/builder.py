@@ -45,26 +45,26 @@ def configure(
     coordinators: Mapping[str, Callable[[CoordinatorContext], Coordinator]] | None = None,
     restore: Checkpoint | None = None,
 ) -> Builder:
-    """Switches stagecrew on for the session that this builder creates, with listeners and operators.
+    """Enables stagecrew in the session that this builder creates, with listeners and operators.
 
-    It does **not** start Spark. It appends to `spark.plugins`, `spark.jars` and `spark.stagecrew.jvmListeners` and
-    never replaces a value: neither those of the builder, also when they are set afterwards, nor those with which the
-    JVM was started (`spark-submit`, PYSPARK_SUBMIT_ARGS, `spark.jars.packages`, spark-defaults.conf). An application
-    that `spark-submit` started does not need `--jars`. With a local master, workers run the driver's Python
-    interpreter unless PYSPARK_PYTHON or `spark.pyspark.python` is set.
+    It does **not** start Spark. It appends to `spark.plugins`, `spark.jars` and `spark.stagecrew.jvmListeners`, and
+    never replaces a value. It keeps the values of the builder, even if they are set afterwards, and the values with
+    which the JVM was started (`spark-submit`, PYSPARK_SUBMIT_ARGS, `spark.jars.packages`, spark-defaults.conf). An
+    application that `spark-submit` started does not need `--jars`. With a local master, workers run the driver's
+    Python interpreter unless PYSPARK_PYTHON or `spark.pyspark.python` is set.
 
     Args:
         builder: `SparkSession.builder`.
         listeners: Listeners of the application topology.
         jvm_listeners: Names of classes that implement `stagecrew.TopologyListener`.
         coordinators: A factory for each operator of the application, by the operator's name; see `Crew.operator`.
-            They are called when the session starts, before the SparkContext exists. Coordinators `start` when the
-            SparkContext runs.
+            They are called when the session starts, before the SparkContext exists. The `start` of a coordinator is
+            called once the SparkContext is running.
         restore: A checkpoint of an earlier session, from which the coordinators are restored.
 
     Returns:
-        The builder. Its `getOrCreate` and `create` return the running session, or a new one beside it, if the running
-        application has the plugin and already has these listeners and coordinators.
+        The builder. If an application with the plugin is already running, and has these listeners and coordinators,
+        `getOrCreate` returns its session, and `create` returns another session of the same application.
 
     Raises:
         ConfigurationError: `builder` is not a session builder, or `jvm_listeners` is not a list of names.
@@ -81,14 +81,17 @@ def configure(
 
     `getOrCreate` and `create` raise
 
-    * `NotActive` if a SparkContext already runs without the plugin: Spark would silently ignore the plugin;
-    * `CoordinatorFailed` if a factory raises: then no session was started;
-    * `ListenerError` if the driver cannot import a name in `spark.stagecrew.listeners`: then they have stopped the
-      session. A missing top-level module is only a warning.
+    * `NotActive` if a SparkContext is already running without the plugin, because Spark would silently ignore the
+      plugin;
+    * `ConfigurationError` if an application with the plugin is already running, but does not have these listeners and
+      coordinators;
+    * `CoordinatorFailed` if a factory raises an exception. No session is started then;
+    * `ListenerError` if the driver cannot import a name in `spark.stagecrew.listeners`. The session is stopped then. A
+      missing top-level module is only a warning.
     """
     if isinstance(builder, SparkSession):
         raise ConfigurationError(
-            "stagecrew.configure takes SparkSession.builder, but this is a session that already runs. Spark reads "
+            "stagecrew.configure takes SparkSession.builder, but this is a running session. Spark reads "
             "spark.plugins only when a session starts: pass the builder, then call getOrCreate()"
         )
     if not isinstance(builder, SparkSession.Builder):
@@ -147,10 +150,10 @@ def _start(builder: SparkSession.Builder, make: Callable[[], SparkSession], argu
     if running is not None:
         if _facade(running) is None:
             raise NotActive(
-                f"a SparkContext already runs without stagecrew, and Spark would ignore the plugin. {_REMEDY}"
+                f"a SparkContext is already running without stagecrew, and Spark would ignore the plugin. {_REMEDY}"
             )
         session = make()
-        crew(session)._already_has(arguments.listeners, arguments.coordinators)
+        crew(session)._require_registered(arguments.listeners, arguments.coordinators)
         return session
     application = Application(arguments.coordinators, arguments.restore)
     try:
@@ -187,9 +190,10 @@ def _start_new(
 def _jvm_settings(options: dict[str, Any]) -> Callable[[str], str]:
     """Returns a function that maps a property to its value in the JVM, from spark-submit or spark-defaults.conf.
 
-    A value that the builder sets would replace this value. This starts the JVM if there is none, or connects to that of
-    spark-submit, just before PySpark would do the same. It passes the builder's options, because some of them
-    (`spark.jars.packages`, `spark.driver.memory`) have an effect only when the JVM starts.
+    The caller needs these values to append to them, because a value that the builder sets replaces the JVM's value.
+    This function starts the JVM if none exists, or connects to the JVM of spark-submit, just before PySpark would do
+    the same. It passes the builder's options to the JVM, because some of them (`spark.jars.packages`,
+    `spark.driver.memory`) have an effect only when the JVM starts.
     """
     if SparkContext._gateway is None:
         if str(options.get("spark.executor.allowSparkContext", "")).lower() != "true":
@@ -205,7 +209,7 @@ def _jvm_settings(options: dict[str, Any]) -> Callable[[str], str]:
 
 def _as_our_error(error: Exception) -> Exception:
     """Converts an error of the plugin to a `ConfigurationError`. Returns any other error unchanged."""
-    # An error of py4j. After the first session, PySpark converts it to an error of its own.
+    # py4j's error has `java_exception`. After the first session, PySpark converts it to its own error with `_origin`.
     java = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
     text = ""
     while java is not None:
@@ -247,13 +251,13 @@ def _facade(context: SparkContext) -> Any:
 
 
 def is_active(spark: SparkSession) -> bool:
-    """Whether the plugin runs in this session. Asks the JVM, because Spark may ignore a plugin in `spark.plugins`.
+    """Whether the plugin is running in this session. Asks the JVM, because Spark may ignore `spark.plugins`.
 
     Args:
         spark: A session.
 
     Returns:
-        True if the plugin runs. False for a Spark Connect session and for a session that has stopped.
+        True if the plugin is running. False for a Spark Connect session and for a session that has stopped.
 
     Examples:
         assert stagecrew.is_active(spark)
@@ -263,10 +267,10 @@ def is_active(spark: SparkSession) -> bool:
 
 
 def running_crew() -> Crew | None:
-    """The crew of the session that runs in this process, if `crew` was called for it."""
+    """Returns the crew of this process's running session. Returns None if `crew` was not called for it."""
     context = SparkContext._active_spark_context
-    known: Crew | None = getattr(context, "_stagecrew", None)
-    return known if known is not None and known.running else None
+    created: Crew | None = getattr(context, "_stagecrew", None)
+    return created if created is not None and created.running else None
 
 
 def crew(spark: SparkSession) -> Crew:
@@ -280,7 +284,7 @@ def crew(spark: SparkSession) -> Crew:
         The crew.
 
     Raises:
-        NotActive: The plugin does not run in this session.
+        NotActive: The plugin is not running in this session.
         ConfigurationError: This is a Spark Connect session.
         ConfigurationError: The jar that Spark loaded and the Python package have different versions.
         ConfigurationError: `spark` is not a session.
@@ -293,12 +297,12 @@ def crew(spark: SparkSession) -> Crew:
     if not isinstance(spark, SparkSession):
         raise ConfigurationError(f"stagecrew.crew takes a SparkSession, not {type(spark).__name__}")
     context = spark.sparkContext
-    known = getattr(context, "_stagecrew", None)
-    if known is not None:
-        return known  # type: ignore[no-any-return]
+    existing = getattr(context, "_stagecrew", None)
+    if existing is not None:
+        return existing  # type: ignore[no-any-return]
     facade = _facade(context)
     if facade is None:
-        raise NotActive(f"stagecrew does not run in this SparkContext. {_REMEDY}")
+        raise NotActive(f"stagecrew is not running in this SparkContext. {_REMEDY}")
     if facade.version() != __version__:
         raise ConfigurationError(
             f"Spark loaded the jar of stagecrew {facade.version()}, and the Python package is {__version__}: use the "

@@ -1,4 +1,4 @@
-"""The connection from Python to the plugin in the driver's JVM. All py4j calls of the session are in this module."""
+"""The connection to the plugin in the driver's JVM. After its start, a session calls the plugin only through it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["PluginConnection"]
 
-#: The size of a frame in addition to its largest event, in bytes.
+#: The maximum size of a frame without its largest event, in bytes.
 _FRAME_OVERHEAD: Final = 3 << 20
-#: Executors register during this many seconds after the application's start. After the first executor, the driver waits
-#: until none has registered for `_REGISTRATION_QUIET` seconds.
+#: The driver waits for executors until this many seconds after the application's start. After the first executor has
+#: registered, it waits only until no further executor has registered for `_REGISTRATION_QUIET` seconds.
 _REGISTRATION_WINDOW: Final = 30.0
 _REGISTRATION_QUIET: Final = 3.0
 #: Spark sets this local property in the thread of a streaming query.
@@ -36,7 +36,7 @@ _REPORT_GRACE: Final = 5
 
 
 class PluginConnection:
-    """The plugin's driver part, as the session's Python sees it. Usable from any thread."""
+    """Calls the plugin in the driver's JVM. Thread-safe."""
 
     def __init__(self, context: SparkContext, facade: Any) -> None:
         self.context = context
@@ -47,7 +47,7 @@ class PluginConnection:
 
     @property
     def running(self) -> bool:
-        """Whether the SparkContext has not stopped."""
+        """Whether the SparkContext is running."""
         return self.context._jsc is not None
 
     def require_running(self) -> None:
@@ -61,10 +61,11 @@ class PluginConnection:
         return parse_seconds(self._setting("spark.stagecrew.request.timeout"))
 
     def streaming_query(self) -> QueryCheck | None:
-        """Returns a check whether the streaming query that called this thread still runs, or None in other threads.
+        """Returns a function that checks whether the streaming query that called this thread is still running.
 
-        PySpark calls the function of `foreachBatch` in a Python thread that outlives the query. So this checks the
-        query's thread in the JVM, which ends with the query.
+        Returns None in a thread that no streaming query called. PySpark calls the function of `foreachBatch` in a
+        Python thread that outlives the query. Therefore the returned function checks the query's thread in the JVM,
+        which ends with the query.
         """
         if self.context.getLocalProperty(_QUERY_ID) is None:
             return None
@@ -88,9 +89,12 @@ class PluginConnection:
             ) from error
 
     def end(self, topology: str, seconds: float) -> None:
-        """Ends a topology on all executors. Returns when they have closed it or reported what is still open."""
+        """Ends a topology on all executors.
+
+        Returns when each of them has closed it or reported its open listeners, at the latest 5 s after the timeout.
+        """
         self.facade.end(topology, int(seconds * 1000))
-        # Waits in slices, so that Ctrl-C interrupts it.
+        # Waits in short slices, so that Ctrl-C can interrupt it.
         deadline = time.monotonic() + seconds + _REPORT_GRACE
         while not self.facade.awaitEnd(topology, 100) and time.monotonic() < deadline:
             pass
@@ -109,6 +113,10 @@ class PluginConnection:
         found: dict[str, list[Any]] = json.loads(self.facade.activity(topology))
         return found
 
+    def keep(self, topology: str, dataset: Any) -> None:
+        """Keeps the stored partitions of a JVM dataset when the topology ends."""
+        self.facade.keep(topology, dataset)
+
     def reports(self) -> list[TopologyReport]:
         """The reports of all topologies that the driver still knows. The application's report is first."""
         return [TopologyReport._from_json(node) for node in json.loads(self.facade.report(""))["topologies"]]
@@ -118,7 +126,7 @@ class PluginConnection:
         found = json.loads(self.facade.report(topology))["topologies"]
         return TopologyReport._from_json(found[0]) if found else None
 
-    # -- Only for the UI, so failures are suppressed
+    # -- Only for the UI: failures are suppressed
 
     def send_last_statistics(self, operators: Operators) -> None:
         """Sends the final statistics of a topology's coordinators. Call it before the topology ends."""
@@ -130,20 +138,25 @@ class PluginConnection:
             self.facade.statistics(frame)
 
     def send_job_progress(self, body: str) -> None:
-        """Sends the progress of the stored job that this process runs."""
+        """Sends the progress of the stored job that this process is running."""
         with contextlib.suppress(Exception):
             self.facade.recovery(body)
 
     # -- Executors and coordinators
 
+    def slots(self) -> int:
+        """Returns how many tasks can run at the same time now."""
+        slots: int = self.facade.slots()
+        return slots
+
     def await_slots(self, wanted: int) -> int:
-        """Waits until `wanted` tasks can run at the same time, while executors may still register.
+        """Waits until `wanted` tasks can run at the same time, as long as more executors are likely to register.
 
         Returns how many tasks can run at the same time, which may be fewer.
         """
         context = self.context
         started = context.startTime / 1000
-        slots: int = self.facade.slots()
+        slots = self.slots()
         changed = time.monotonic()
         while (
             slots < wanted
@@ -151,7 +164,7 @@ class PluginConnection:
             and time.time() - started < _REGISTRATION_WINDOW
         ):
             time.sleep(0.1)
-            now = self.facade.slots()
+            now = self.slots()
             if now != slots:
                 slots, changed = now, time.monotonic()
             if slots and time.monotonic() - changed > _REGISTRATION_QUIET:
@@ -159,7 +172,7 @@ class PluginConnection:
         return slots
 
     def host(self) -> Host:
-        """The host of this session's coordinators. Created by the first call, and again after its channel broke."""
+        """The host of this session's coordinators. The first call, and a call after the channel broke, creates it."""
         from stagecrew.coordination.channel import DriverChannel
         from stagecrew.coordination.host import Host
 

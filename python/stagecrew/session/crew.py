@@ -62,7 +62,7 @@ class Crew:
 
     @property
     def running(self) -> bool:
-        """Whether the SparkContext has not stopped."""
+        """Whether the SparkContext is running."""
         return self.connection.running
 
     @property
@@ -73,9 +73,10 @@ class Crew:
     def close_all(self) -> None:
         """Closes all active topologies of all threads, the last one first. Use it in a notebook after a failed cell.
 
-        It cancels what still runs in them, like `close(cancel=True)`. Each topology takes at most twice
-        `spark.stagecrew.close.timeout` and 5 s. If closing a topology raises an error, this closes the others too, and
-        then raises the first error.
+        It cancels everything that is still running in them, like `close(cancel=True)`. Each topology takes at most
+        three times `spark.stagecrew.close.timeout` plus 5 s: its jobs, its coordinators and its listeners each have
+        one timeout. If closing a topology raises an error, this closes the others too, and then raises the first
+        error.
 
         Examples:
             crew.close_all()
@@ -100,14 +101,14 @@ class Crew:
         """Creates a topology with these listeners. It begins with `with` or `start`.
 
         Args:
-            name: Shown in logs and in the UI. It may be used again.
+            name: Shown in logs and in the UI. It need not be unique.
             listeners: They open before the topology's first task on each worker or executor, and close after its
-                last. The listeners of outer topologies cover its tasks too.
+                last. The listeners of outer topologies are also open for its tasks.
             jvm_listeners: Names of classes that implement `stagecrew.TopologyListener`.
-            release: Which of its stored partitions are deleted when it ends: "shuffles", "all" or "none".
+            release: Which of the topology's stored partitions are deleted when it ends: "shuffles", "all" or "none".
 
         Returns:
-            The topology, which has not begun.
+            The topology, which has not begun yet.
 
         Raises:
             ListenerError: An element of `listeners` is not a listener.
@@ -212,26 +213,26 @@ class Crew:
     def _register(self, listeners: tuple[Listener, ...], application: Application) -> None:
         """Registers the listeners and coordinators of the application. `configure` calls it before the first task."""
         if self._registered is not None:
-            self._already_has(listeners, application.coordinators)
+            self._require_registered(listeners, application.coordinators)
             return
         coordinated = bool(application.coordinators)
         self.connection.register_application(
             describe(self.context, APPLICATION, APPLICATION, None, listeners, (), coordinated)
         )
         for listener in listeners:
-            listener._stagecrew.registered_for("the application", APPLICATION)
+            listener._stagecrew.note_registration("the application", APPLICATION)
         self._registered = listeners
         self.application = application
         self.topologies.application_place = application.place
         application.begin(self.connection)
 
-    def _already_has(self, listeners: tuple[Listener, ...], coordinators: Iterable[str]) -> None:
+    def _require_registered(self, listeners: tuple[Listener, ...], coordinators: Iterable[str]) -> None:
         """Raises `ConfigurationError` unless the application already has all of these listeners and coordinators."""
-        mine = self._registered or ()
+        registered = self._registered or ()
         missing = []
         for one in listeners:
             try:
-                found = chosen(one._stagecrew, mine, lambda other: other._stagecrew)
+                found = chosen(one._stagecrew, registered, lambda other: other._stagecrew)
             except RedefinedError:
                 found = None
             if found is None:

@@ -22,7 +22,7 @@ _log = logging.getLogger("stagecrew")
 
 
 def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
-    """Returns these listeners if they are valid. Otherwise raises an error that says what to write instead."""
+    """Returns these listeners if they are valid. Otherwise raises an error whose message says what to write instead."""
     given: Any = listeners
     if isinstance(given, str):
         raise ListenerError(

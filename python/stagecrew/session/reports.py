@@ -39,7 +39,7 @@ class ListenerReport:
 
 @dataclasses.dataclass(frozen=True)
 class LatencySummary:
-    """A summary of durations, in seconds: the count, percentiles with an error of at most 1/64, and the longest.
+    """A summary of durations, in seconds: the count, percentiles with an error of at most 1/64, and the maximum.
 
     Examples:
         >>> import stagecrew
@@ -62,14 +62,14 @@ class LatencySummary:
 
 @dataclasses.dataclass(frozen=True)
 class OperatorReport:
-    """One use of an operator. Its name includes the number of the use: `"supersteps/1"`. A reset keeps the counts.
+    """One use of an operator. `name` includes the number of the use: `"supersteps/1"`. A reset keeps the counts.
 
     `live`, `finished`, `failed` and `abandoned` count evaluations. `events_in` and `requests` count received
-    messages, `events_out` counts sent events, and `queued` counts messages that wait for the coordinator. `replies`
-    measures the time from the arrival of a request to its reply. `acknowledgements` measures the time from sending an
-    event to the executor's acknowledgement; if several events are acknowledged together, only that of the oldest.
-    `waits_for` says what the coordinator waits for, and since when. `progress` is what the coordinator reports about
-    itself.
+    messages, `events_out` counts sent events, and `queued` counts messages that are waiting for the coordinator.
+    `replies` measures the time from the arrival of a request to its reply. `acknowledgements` measures the time from
+    sending an event to the executor's acknowledgement. If several events are acknowledged together, only the time of
+    the oldest is included. `waits_for` says what the coordinator is waiting for, and since when. `progress` contains
+    the values that the coordinator reports about itself.
 
     Examples:
         with crew.topology("counted") as topology:
@@ -125,17 +125,18 @@ class OperatorReport:
 
 @dataclasses.dataclass(frozen=True)
 class TopologyReport:
-    """What happened in a topology, as the driver knows it. Executors report about once a second, and at its end.
+    """The driver's knowledge of a topology. Executors report about once a second, and when the topology ends.
 
     For each executor, `processes` counts the Python processes that opened a listener, `lost_processes` those that ended
-    before they closed it, and `deferred` those that close it after a task of another topology. `unclosed` lists what
-    was not closed when the exit stopped waiting. `partitions` describes the partitions that the topology has stored.
-    `operators` are updated about once a second, and at the end.
+    before they closed it, and `deferred` those that will close it only after their current task, because that task
+    does not belong to this topology. `unclosed` lists everything that was not closed when the exit stopped waiting.
+    `partitions` describes the partitions that the topology has stored. `operators` are updated about once a second,
+    and when the topology ends.
 
-    The report lists at most `spark.stagecrew.ui.retainedDeadExecutors` lost executors, the latest ones. Earlier ones
-    are counted by `forgotten_executors`, and their counts are added up under an executor called `forgotten`. It lists
-    the last 500 uses of operators. Earlier ones are counted by `forgotten_operators`, and their counts are added up
-    under an operator called `forgotten`.
+    The report lists at most `spark.stagecrew.ui.retainedDeadExecutors` lost executors, those that were lost last. The
+    others are counted by `forgotten_executors`, and their counts are added up under an executor called `forgotten`.
+    The report lists the last 500 uses of operators. Earlier uses are counted by `forgotten_operators`, and their counts
+    are added up under an operator called `forgotten`.
 
     Examples:
         with crew.topology("enrich", listeners=[orders]) as topology:

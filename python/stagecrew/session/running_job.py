@@ -1,4 +1,4 @@
-"""The stored job that this process runs, as the session sees it.
+"""The stored job that this process is running, as the session sees it.
 
 The recovery package sets it, so that the session need not import that package.
 """
@@ -17,13 +17,13 @@ _running: RunningJob | None = None
 
 
 class RunningJob(Protocol):
-    """A run of a stored job. It names the commits of its program, and keeps their commit log."""
+    """A run of a stored job. It provides the ids of the program's commits, and their commit log."""
 
     id: str
     attempt: int
 
     def commit_id(self, name: str) -> str:
-        """The id of a commit at this place of the program, the same in every run."""
+        """The id of a commit at this place in the program. It is the same in every run."""
 
     def commit_log(self, sink: Committer) -> CommitLog:
         """The log of this sink's commits, in the job's store."""
@@ -33,11 +33,11 @@ class RunningJob(Protocol):
 
 
 def running_job() -> RunningJob | None:
-    """The job that this process runs, if it runs one."""
+    """The job that this process is running, or None."""
     return _running
 
 
 def set_running_job(job: RunningJob | None) -> None:
-    """Sets the job that this process runs, or None."""
+    """Sets the job that this process is running, or None."""
     global _running
     _running = job

@@ -40,29 +40,30 @@ class Topology(TopologyOperators):
     `Crew.topology` creates it. Use it as a context manager, or with `start` and `close` in a notebook.
 
     Everything that the thread starts between `start` and `close` belongs to the topology: jobs, SQL queries,
-    streaming queries, and what these start. Another thread takes part through `wrap`. A lazy dataset belongs to the
-    topology in which its *action* runs.
+    streaming queries, and everything that these start. Another thread takes part through `wrap`. A lazy dataset belongs
+    to the topology in which its *action* runs.
 
     Topologies nest. A topology that begins inside this one, in the same thread, ends with it at the latest. Close
-    nested topologies in reverse order. `close` may be called in another thread. Until the thread that called `start`
-    starts, wraps or closes a topology again, its jobs then belong to the application topology.
+    nested topologies in reverse order. `close` may be called in another thread. The jobs of the thread that called
+    `start` then belong to the application topology, until this thread starts or closes a topology or calls a wrapped
+    function.
 
-    A normal exit waits for the jobs and streaming queries of the topology, and logs every 10 s which ones it waits for.
-    An exit with an exception, Ctrl-C, and `close(cancel=True)` stop the queries and cancel the jobs. The exception is
-    not changed. The exit then waits until every executor has closed its listeners, for at most
+    A normal exit waits for the jobs and streaming queries of the topology, and logs every 10 s which of them are still
+    running. An exit with an exception, Ctrl-C, and `close(cancel=True)` stop the queries and cancel the jobs. The
+    exception is not changed. The exit then waits until every executor has closed its listeners, for at most
     `spark.stagecrew.close.timeout`, and logs listeners that are still open.
 
     When the topology ends, its shuffle files are deleted, except those that another topology or a job outside of
-    topologies uses, and those of `keep`. The argument `release` changes this. If you use a dataset later, Spark
-    computes it again, with the same rows if it is deterministic.
+    topologies uses, and those of datasets that were passed to `keep`. The argument `release` changes this. If you use a
+    dataset later, Spark computes it again, with the same rows if it is deterministic.
 
     Examples:
         with crew.topology("enrich", listeners=[orders]) as topology:
             flights.mapInArrow(enrich, schema).write.parquet(path)
         print(topology.report)
 
-    Not promised: the exit does not wait for workers that run a task of another topology. They close the listeners right
-    after that task.
+    Not promised: the exit does not wait for workers that are running a task outside of this topology. They close the
+    listeners right after that task.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Topology(TopologyOperators):
         Examples:
             topology = crew.topology("explore", listeners=[orders]).start()
         """
-        if self._state == "new" and self._connection.running and self._topologies.started(self.name):
+        if self._state == "new" and self._connection.running and self._topologies.is_in_started(self.name):
             raise TopologyError(
                 f"this thread is already in an active topology {self.name!r} that start() began, perhaps in an earlier "
                 f"run of this cell: call its close(), or crew.close_all(), and start again"
@@ -127,7 +128,7 @@ class Topology(TopologyOperators):
         )  # fmt: skip
         self._connection.begin(self.name, description)
         for listener in self._listeners:
-            listener._stagecrew.registered_for(f"topology {self.name!r}", self.id)
+            listener._stagecrew.note_registration(f"topology {self.name!r}", self.id)
         self.place = Place(outer_place, "topology", self.name)
         self.operators.begin_in(self.place)
         self._state = "active"
@@ -175,7 +176,7 @@ class Topology(TopologyOperators):
             for topology in (self, *self._inside()):  # the driver has ended the inner ones too
                 topology._state = "closed"
                 for listener in topology._listeners:
-                    listener._stagecrew.has_ended(topology.id)
+                    listener._stagecrew.note_end(topology.id)
                 topology.place.ended = True
                 self._topologies.remove(topology)
             self._topologies.leave(self)
@@ -197,8 +198,8 @@ class Topology(TopologyOperators):
             self._raise_failure(None)
             return
         if (supersteps := sys.modules.get("stagecrew.operators.supersteps")) is not None:
-            with contextlib.suppress(Exception):  # Spark may have stopped, and the text of its error is lost
-                supersteps.note_remedy(error, self._connection.facade.slots)
+            with contextlib.suppress(Exception):  # if Spark has stopped, the text of its error cannot be read
+                supersteps.note_remedy(error, self._connection.slots)
         try:
             self._end_once(cancel=True)
         except Exception:
@@ -214,8 +215,8 @@ class Topology(TopologyOperators):
             f: Any function.
 
         Returns:
-            The wrapped function. It raises `TopologyError` after the topology closed, and `NotActive` after the
-            session stopped.
+            The wrapped function. It raises `TopologyError` when the topology is not active, and `NotActive` after the
+            session has stopped.
 
         Examples:
             with ThreadPoolExecutor() as pool:
@@ -249,7 +250,7 @@ class Topology(TopologyOperators):
         Raises:
             TopologyError: The topology has not begun, or the driver no longer knows it.
         """
-        report = self._known()
+        report = self._newest_report()
         if report is None:
             raise TopologyError(
                 f"there is no report of topology {self.name!r}: it has not begun, or the driver no longer knows it"
@@ -278,7 +279,7 @@ class Topology(TopologyOperators):
         every = [java_dataset(dataset) for dataset in datasets]
         self._require_active("keep datasets")
         for dataset in every:
-            self._connection.facade.keep(self.id, dataset)
+            self._connection.keep(self.id, dataset)
 
     @property
     def partitions(self) -> tuple[PartitionReport, ...]:
@@ -291,7 +292,8 @@ class Topology(TopologyOperators):
 
     # -- The end
 
-    def _known(self) -> TopologyReport | None:
+    def _newest_report(self) -> TopologyReport | None:
+        """Returns the driver's report, or the last report that it returned if it no longer has one."""
         if self._connection.running and (found := self._connection.report(self.id)) is not None:
             self._last_report = found
         return self._last_report
@@ -313,13 +315,13 @@ class Topology(TopologyOperators):
         self._wait_for_activity(self._connection.close_timeout)
 
     def _wait_for_activity(self, seconds: float | None) -> None:
-        """Waits until no job or query of the topology runs, at most `seconds`. None means no limit."""
-        started = said = time.monotonic()
+        """Waits until no job or query of the topology is running, for at most `seconds`. None means no limit."""
+        started = last_logged = time.monotonic()
         pause = 0.01
         while True:
             activity = self._connection.activity(self.id)
             if seconds is not None and activity["queries"]:
-                self._connection.stop_queries(self.id)  # again: a query may have started since
+                self._connection.stop_queries(self.id)  # again, because a query may have started since
             waiting = [
                 f"{kind[:-1] if kind != 'queries' else 'streaming query'} {one}"
                 for kind, ones in activity.items()
@@ -330,15 +332,15 @@ class Topology(TopologyOperators):
                 return
             if seconds is not None and now - started > seconds:
                 _log.warning(
-                    "topology %r was cancelled, but after %g s these still run: %s",
+                    "topology %r was cancelled, but after %g s these are still running: %s",
                     self.name,
                     seconds,
                     ", ".join(waiting),
                 )
                 return
-            if now - said >= 10:
-                said = now
-                _log.warning("topology %r waits for %s", self.name, ", ".join(waiting))
+            if now - last_logged >= 10:
+                last_logged = now
+                _log.warning("topology %r is waiting for %s", self.name, ", ".join(waiting))
             time.sleep(pause)
             pause = min(pause * 2, 0.2)
 
@@ -354,7 +356,7 @@ class Topology(TopologyOperators):
             topology._warn()
 
     def _warn(self) -> None:
-        report = self._known()
+        report = self._newest_report()
         if report is None:  # the driver no longer knows it, and the exit must not fail
             return
         for one in report.listeners:

@@ -1,4 +1,4 @@
-"""The part of a topology that creates operators and takes checkpoints of their coordinators."""
+"""The methods of a topology that create operators, and take and restore checkpoints of their coordinators."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["TopologyOperators"]
 
 
 class TopologyOperators(TopologyNode):
-    """The part of `Topology` that makes operators and takes checkpoints of their coordinators."""
+    """The methods of `Topology` that create operators, and take and restore checkpoints of their coordinators."""
 
     def __init__(
         self, connection: PluginConnection, name: str, id_: str, has_listeners: bool, commit_log: CommitLog
@@ -137,7 +137,7 @@ class TopologyOperators(TopologyNode):
 
         Args:
             dataset: The input. All its partitions run at the same time, so each needs a slot. Spark refuses a dataset
-                with more partitions than slots, and dynamic allocation.
+                with more partitions than slots, and it refuses dynamic allocation.
             work: Called as `work(steps, batches)`, once for each partition, with a `SuperstepContext` and the
                 partition's batches. Yields `pyarrow.RecordBatch`es of `schema`. `steps.reduce(value, op)` combines
                 the values of all tasks and returns the result to each of them.
@@ -182,10 +182,10 @@ class TopologyOperators(TopologyNode):
         name: str = COMMIT,
         content: str | None = None,
     ) -> CommitReport:
-        """Writes a DataFrame to a sink: either all of its rows become visible at once, or none, whatever fails.
+        """Writes a DataFrame to a sink: whatever fails, either all of its rows become visible at once, or none.
 
         Tasks stage their rows where no reader sees them. The commit contains exactly the output of the attempts that
-        Spark accepted: failed, speculative, lost and repeated attempts leave nothing.
+        Spark accepted. Failed, speculative, lost and repeated attempts contribute nothing.
 
         If the `commit_id` and the `commit_log` outlive the driver, a driver may die at any point, and another driver
         may call this again. If the commit was decided, the new driver finishes it, and does not run the dataset again.
@@ -193,7 +193,7 @@ class TopologyOperators(TopologyNode):
         commit is already finished, nothing happens.
 
         Inside a job (`stagecrew.current_job`) the job provides both: it derives the id from the job, the step and
-        `name`, and keeps the log in its store. Each commit in a step needs another `name`.
+        `name`, and keeps the log in its store. Each commit in a step needs its own `name`.
 
         A commit id belongs to one set of rows. A call with the id of a commit that is already decided writes nothing,
         and logs a warning with the time of that commit and its number of rows. In a job this call logs nothing,
@@ -299,8 +299,8 @@ class TopologyOperators(TopologyNode):
         """The progress of this topology's coordinators, by operator and use: `{"supersteps/1": {"step": 12}}`.
 
         The names are those of `progress` in `report.operators`, and the values are the coordinators' original objects.
-        A value that a coordinator reports is included at once. A value that `Coordinator.progress` returns is included
-        about a second later, and when the coordinator ends.
+        A value that a coordinator passes to `context.report` is included at once. A value that `Coordinator.progress`
+        returns is included about a second later, and when the coordinator ends.
         """
         return self.operators.progress()
 
@@ -362,17 +362,20 @@ class TopologyOperators(TopologyNode):
         return self._connection.request_timeout
 
     def streaming_query(self) -> QueryCheck | None:
-        """Returns a check whether the streaming query that called this thread still runs, or None in other threads."""
+        """Returns a function that checks whether the streaming query that called this thread is still running.
+
+        Returns None in a thread that no streaming query called.
+        """
         return self._connection.streaming_query()
 
     def cancel_failed(self, cause: BaseException) -> None:
         """Cancels the Spark jobs of the topology after a coordinator failed, without waiting."""
 
         def cancel() -> None:
-            with contextlib.suppress(Exception):  # the session may be stopping, which cancels too
+            with contextlib.suppress(Exception):  # the session may be stopping, which also cancels the jobs
                 self._connection.cancel(self.id, f"a coordinator of topology {self.name!r} failed: {cause!r}")
 
-        # In a thread of its own: a call to the JVM must not block the coordinator or hold a lock.
+        # In its own thread, because a call to the JVM must not block the coordinator or hold a lock.
         threading.Thread(target=cancel, name="stagecrew-fail", daemon=True).start()
 
     def _require_active(self, what: str) -> None:

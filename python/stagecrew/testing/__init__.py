@@ -14,7 +14,7 @@ __all__ = ["CoordinatorHarness", "ScriptedEvaluation", "opened"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the harness on first use: it needs PySpark's cloudpickle, which `opened` does not."""
+    """Imports the other names on first use, because they need PySpark's cloudpickle, which `opened` does not need."""
     if name == "CoordinatorHarness":
         from stagecrew.testing.harness import CoordinatorHarness
 

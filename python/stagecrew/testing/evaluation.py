@@ -1,4 +1,4 @@
-"""A task's evaluation whose steps the test calls."""
+"""A scripted evaluation, for which a test makes the calls of the task."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Executor(Protocol):
 
 
 class ScriptedEvaluation:
-    """A task's evaluation. The test takes the part of the bound function.
+    """A task's evaluation. The test plays the part of the bound function.
 
-    `CoordinatorHarness.evaluation` makes it. Each call returns when the coordinator has handled it.
+    `CoordinatorHarness.evaluation` creates it. Each call returns when the coordinator has handled it.
 
-    `ended` says whether the coordinator closed the evaluation's stream of events. `abort_reason` says why its attempt
-    must fail, and is None while it need not. Set `acknowledges` to False to lose the acknowledgements of events.
+    `ended` says whether the coordinator has closed the evaluation's stream of events. `abort_reason` says why the
+    attempt must fail, and is None until then. Set `acknowledges` to False to lose the acknowledgements of events.
 
     Args:
-        harness: Passes on its frames.
+        harness: Passes on the evaluation's frames.
         number: The evaluation's id.
-        executor: The id of its executor.
+        executor: The id of the evaluation's executor.
 
     Examples:
         >>> import stagecrew
@@ -65,7 +65,7 @@ class ScriptedEvaluation:
         self.acknowledges = True
 
     def send(self, event: Any) -> None:
-        """Sends an event, as the task's `gateway.send`.
+        """Sends an event, as the task's `gateway.send` does.
 
         Args:
             event: The event.
@@ -78,7 +78,7 @@ class ScriptedEvaluation:
         self.send_frame("EVENTS", first=self._sequence, payloads=[pack(event, MAX_EVENT)])
 
     def request(self, request: Any) -> Any:
-        """Sends a request, as the task's `gateway.request`.
+        """Sends a request, as the task's `gateway.request` does.
 
         Args:
             request: The request.
@@ -130,12 +130,12 @@ class ScriptedEvaluation:
         return events
 
     def finish(self) -> None:
-        """Ends the evaluation successfully: its function returns."""
+        """Ends the evaluation successfully, as when the bound function returns."""
         self._sequence += 1
         self.send_frame("FINISH", sequence=self._sequence, outcome="finished", reason="")
 
     def abandon(self) -> None:
-        """Ends the evaluation early, as Spark does when it needs no more rows of it."""
+        """Ends the evaluation early, as Spark does when it needs no more of its rows."""
         self._sequence += 1
         self.send_frame(
             "FINISH", sequence=self._sequence, outcome="abandoned", reason="Spark needed no more of its rows"
@@ -161,7 +161,7 @@ class ScriptedEvaluation:
         self._harness.received(self._executor, encode(kind, evaluation=self._number, **fields))
 
     def receive_frame(self, frame: Frame) -> None:
-        """Receives a frame of the host. The harness calls it.
+        """Receives a frame from the host. The harness calls this.
 
         Args:
             frame: The frame.

@@ -22,14 +22,15 @@ __all__ = ["CoordinatorHarness"]
 class CoordinatorHarness:
     """Serves a coordinator as a session does, but on the caller's thread.
 
-    Each call returns when the coordinator has handled it, with everything that followed from it. Time passes only in
+    Each call returns when the coordinator has handled it, and everything that followed from it. Time passes only in
     `advance`. The test plays the rest of a session: Spark's retries, and cancelled jobs.
 
-    `failure` is the exception that failed the topology; None while it runs. `now` is the time in seconds. As a context
-    manager, the harness closes the coordinator at the end.
+    `failure` is the exception that failed the topology, or None if it has not failed. `now` is the time in seconds. As
+    a context manager, the harness closes the coordinator at the end.
 
     Args:
-        factory: Makes the coordinator from its context, as for `Topology.coordinate`. A class of coordinators is one.
+        factory: A `Coordinator` class, or another callable that takes a `CoordinatorContext` and returns a
+            coordinator, as for `Topology.coordinate`.
         ack_timeout: The value of `spark.stagecrew.ack.timeout`, in seconds.
 
     Raises:
@@ -77,12 +78,12 @@ class CoordinatorHarness:
 
     @property
     def coordinator(self) -> Any:
-        """The current instance of the coordinator. A reset makes a new one."""
+        """The current instance of the coordinator. A reset creates a new instance."""
         return self._coordinators[-1]
 
     @property
     def is_active(self) -> bool:
-        """Whether the topology runs. It runs until it fails."""
+        """Whether the topology is active. It is active until it fails."""
         return self.failure is None
 
     def evaluation(
@@ -132,7 +133,7 @@ class CoordinatorHarness:
         self.run()
 
     def advance(self, seconds: float) -> None:
-        """Advances the clock. Makes the calls that become due, and fails attempts with late acknowledgements.
+        """Advances the clock. Makes the calls that become due, and fails attempts whose acknowledgements are late.
 
         Args:
             seconds: The time to advance by.
@@ -151,7 +152,8 @@ class CoordinatorHarness:
 
         Args:
             checkpoint_id: As for `Topology.checkpoint`.
-            meanwhile: Called after the coordinator was asked for its state. The state must be there when it returns.
+            meanwhile: Called after the coordinator was asked for its state. When it returns, the coordinator must have
+                delivered the state.
 
         Returns:
             The checkpoint.
@@ -168,10 +170,10 @@ class CoordinatorHarness:
             self.run()
 
     def reset(self, checkpoint: Checkpoint | None = None) -> None:
-        """Replaces the coordinator by a new instance, as `Topology.reset` does.
+        """Replaces the coordinator with a new instance, as `Topology.reset` does.
 
         Args:
-            checkpoint: The checkpoint to restore; None for the very beginning.
+            checkpoint: The checkpoint to restore. By default the new instance has no state.
 
         Raises:
             CoordinatorFailed: The coordinator has failed.
@@ -180,7 +182,7 @@ class CoordinatorHarness:
         self.run()
 
     def close(self) -> None:
-        """Closes the coordinator: the topology ends."""
+        """Closes the coordinator, as when the topology ends."""
         self.operators.close("the topology has ended")
         self.run()
 
@@ -193,9 +195,9 @@ class CoordinatorHarness:
         self.close()
 
     def run(self) -> None:
-        """Makes all enqueued calls, and delivers all frames. Call it after threads of the test used the coordinator."""
+        """Makes all enqueued calls, and delivers all frames. Call it after the test's threads used the coordinator."""
         if self._running:
-            return  # the outer call continues with them
+            return  # the outer call makes and delivers them
         self._running = True
         try:
             busy = True
@@ -213,7 +215,7 @@ class CoordinatorHarness:
         """The harness runs no streaming query."""
 
     def cancel_failed(self, cause: BaseException) -> None:
-        """Notes the failure of the topology. The coordinator's operators call it.
+        """Records the failure of the topology. `Operators` calls this.
 
         Args:
             cause: The exception of the coordinator.
@@ -221,7 +223,7 @@ class CoordinatorHarness:
         self.failure = cause
 
     def received(self, executor: str, frame: bytes) -> None:
-        """Passes a frame of an evaluation to the host. The evaluations call it.
+        """Passes a frame of an evaluation to the host. `ScriptedEvaluation` calls this.
 
         Args:
             executor: The id of the executor.

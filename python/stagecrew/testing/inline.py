@@ -31,7 +31,7 @@ class InlineLoop:
             self._waiting.append((f, args))
 
     def end(self, _seconds: float) -> bool:
-        """See `Loop`. It makes the enqueued calls."""
+        """See `Loop`. Makes the enqueued calls first."""
         self.run()
         self._ended = True
         return True
@@ -66,7 +66,7 @@ class _InlineCalls:
 
 
 class InlineThreads(Threads):
-    """Makes loops and executors without threads.
+    """Creates loops and executors without threads.
 
     `run` makes the calls of all `loops`, and `later` sets a timer of the manual clock.
     """
@@ -88,7 +88,7 @@ class InlineThreads(Threads):
         return _InlineCalls(self._later)
 
     def wait(self, futures: Iterable[Future[Any]], seconds: float) -> Collection[Future[Any]]:
-        """See `Threads`. It makes the calls that the futures may wait for."""
+        """See `Threads`. Makes the calls that the futures may be waiting for."""
         self._run()
         during_wait, self.during_wait = self.during_wait, lambda: None
         during_wait()

@@ -17,7 +17,7 @@ __all__ = ["opened"]
 _MISSING: Any = object()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # values need not compare
+@dataclasses.dataclass(frozen=True, eq=False)  # values may not support ==
 class _Opened:
     identity: Identity
     value: Any
@@ -28,10 +28,10 @@ _opened: Final[list[_Opened]] = []
 
 @contextlib.contextmanager
 def opened(listener: Listener, value: Any = _MISSING) -> Iterator[Any]:
-    """Lets `listener.get()` return a value in this process, on all its threads.
+    """Makes `listener.get()` return a value in all threads of this process.
 
-    With `value`, `get()` returns that and nothing is opened. Without it, the listener is really opened, and closed at
-    the end, as on an executor whose id is `test`.
+    With `value`, `get()` returns this value, and nothing is opened. Without `value`, the listener is really opened, and
+    closed at the end, as on an executor whose id is `test`.
 
     Args:
         listener: The listener, or a resource.

@@ -1,8 +1,8 @@
 """The Python side of the socket between a Python process and its executor, or the driver's JVM.
 
-The JVM listens on a loopback port. The place file has the port and the token that the JVM expects. Only the
-application's user can read it. A worker gets its path from a local property, the agent from an argument. The channel
-has no thread: its owner reads it.
+The JVM listens on a loopback port. The place file contains the port and the token that the JVM expects. Only the
+application's user can read this file. A worker gets the file's path from a local property, and the agent from an
+argument. The channel has no thread of its own: its owner reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stagecrew.wire.frames import Decoder, Field, Frame, encode
 
 __all__ = ["Channel"]
 
-#: The number of buffers that every operating system writes at once.
+#: The number of buffers that every operating system accepts in one `writev`.
 _MAX_BUFFERS: Final = 512
 
 
@@ -88,14 +88,14 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(f"{self._peer} no longer reads: {error}") from error
 
-    def arrived(self, seconds: float | None = 0.0) -> list[Frame]:
-        """The frames that have arrived; waits this long for the first. Raises `ChannelClosed`."""
+    def receive(self, seconds: float | None = 0.0) -> list[Frame]:
+        """Waits this long for a frame, and returns the frames that have arrived. Raises `ChannelClosed`."""
         self._read(0.0 if self._arrived else seconds)
         frames, self._arrived = list(self._arrived), collections.deque()
         return frames
 
     def wait_for(self, kind: str, **matching: Field) -> Frame:
-        """The next frame of this kind whose fields match. Other frames are kept for `take`.
+        """Waits for a frame of this kind whose fields match, and returns it. Keeps other frames for later calls.
 
         Raises `ChannelError` if none arrives within the channel's timeout, and `ChannelClosed` if the connection ends.
         """
@@ -111,20 +111,20 @@ class Channel:
                 raise ChannelError(f"{self._peer} sent no {kind} within {self._timeout} s")
 
     def next(self) -> Frame:
-        """The next frame; waits without a timeout. Raises `ChannelClosed`."""
+        """Returns the next frame. Waits for it without a timeout. Raises `ChannelClosed`."""
         while not self._arrived:
             self._read(None)
         return self._arrived.popleft()
 
     def take(self) -> list[Frame]:
-        """All frames that have arrived. Raises `ChannelClosed`."""
+        """Returns all frames that have arrived, without waiting. Raises `ChannelClosed`."""
         while self._read(0.0):
             pass
         frames, self._arrived = list(self._arrived), collections.deque()
         return frames
 
     def shutdown(self) -> None:
-        """Ends the connection. Reading it then raises `ChannelClosed`."""
+        """Ends the connection, so that a thread that reads it gets `ChannelClosed`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

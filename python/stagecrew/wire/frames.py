@@ -8,9 +8,9 @@ fixed list of fields, each of one of four types:
     b  bytes, never interpreted         u32 length, bytes; large ones are decoded as a `memoryview`
     l  list of bytes                    u32 count, then each as b
 
-`Frames.scala` has the same table; a test compares both byte for byte. A frame that is cut short, has bytes left over,
-an unknown kind, text that is not UTF-8 or more than `limit` bytes is a `ChannelError`. The reader then closes the
-connection, because it cannot find the beginning of the next frame.
+`Frames.scala` has the same table; a test compares both byte for byte. A frame that is cut short, or has bytes left
+over, an unknown kind, text that is not UTF-8 or more than `limit` bytes, raises a `ChannelError`. The reader then
+closes the connection, because it cannot find the beginning of the next frame.
 """
 
 from __future__ import annotations
@@ -98,11 +98,13 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "FINISH": (67, (("evaluation", "q"), ("sequence", "q"), ("outcome", "s"), ("reason", "s"))),
     "REPLY": (68, (("evaluation", "q"), ("sequence", "q"), ("outcome", "s"), ("payload", "b"))),
     "HANDLED": (69, (("evaluation", "q"), ("sequence", "q"))),
+    # The task can take this many more of its coordinator's events from the executor.
     "CREDIT_REQUEST": (70, (("evaluation", "q"), ("events", "q"), ("bytes", "q"))),
     "ACCEPTED": (71, (("evaluation", "q"), ("sequence", "q"))),
     "OVERFLOWED": (72, (("evaluation", "q"), ("reason", "s"))),
     "ABORT": (73, (("evaluation", "q"), ("reason", "s"))),
     "ENDED": (74, (("evaluation", "q"), ("outcome", "s"), ("reason", "s"))),
+    # The task has no room to send: it asks for a HANDLED frame.
     "CREDIT": (75, (("evaluation", "q"),)),
     "FROM": (96, (("executor", "s"), ("frames", "b"))),
     "TO": (97, (("executor", "s"), ("frames", "b"))),
@@ -135,7 +137,7 @@ class Frame:
 
 
 def encode(kind: str, **fields: Field) -> bytes:
-    """The bytes of one frame.
+    """Returns the bytes of one frame.
 
     Raises `ChannelError` if the kind is unknown, a field is missing or superfluous, or a value has the wrong type.
 
@@ -146,7 +148,7 @@ def encode(kind: str, **fields: Field) -> bytes:
 
 
 def encoded(kind: str, **fields: Field) -> list[bytes]:
-    """As `encode`, but in pieces, so that a large last field can be sent without copying it."""
+    """Like `encode`, but returns pieces, so that a large last field can be sent without copying it."""
     try:
         number, table = KINDS[kind]
     except KeyError:
@@ -243,8 +245,8 @@ def decode_all(frames: bytes | memoryview) -> Iterator[Frame]:
 class Decoder:
     """Assembles frames from bytes that arrive in pieces of any size.
 
-    `limit` is the largest allowed frame in bytes. A longer one raises `ChannelError` as soon as its length is known,
-    before memory is allocated. For an allowed one, not much more memory is allocated than has arrived.
+    `limit` is the largest allowed frame in bytes. A longer frame raises `ChannelError` as soon as its length is known,
+    before memory is allocated. For an allowed frame, the buffer is never much larger than the bytes that have arrived.
     """
 
     def __init__(self, limit: int) -> None:

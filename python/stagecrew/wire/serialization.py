@@ -18,7 +18,8 @@ from stagecrew.errors import EventRejected
 
 __all__ = ["END", "TOGETHER", "WINDOW", "WINDOW_BYTES", "Packed", "failure", "pack", "packed", "raised", "unpack"]
 
-#: How many messages and bytes of an evaluation its coordinator may not have handled yet. Both sides count them.
+#: The maximum number of messages of an evaluation, and of their bytes, that its coordinator has not handled yet. Both
+#: sides count them.
 WINDOW: Final = 4096
 WINDOW_BYTES: Final = 1 << 23
 
@@ -50,7 +51,7 @@ def packed(*parts: bytes | memoryview) -> Packed:
 
 
 def pack(event: Any, limit: int) -> bytes:
-    """Serializes an event. Raises `EventRejected`, and `EventRejected` for more than `limit` bytes."""
+    """Serializes an event. Raises `EventRejected` if it cannot be pickled or takes more than `limit` bytes."""
     if type(event) is bytes:
         packed = _RAW + event
     elif type(event) is Packed:
@@ -84,7 +85,7 @@ def failure(error: BaseException, limit: int) -> bytes:
     text = "".join(traceback.format_exception(error))
     if len(text) > _MAX_TEXT:
         text = f"{text[: _MAX_TEXT // 2]}\n[...]\n{text[-_MAX_TEXT // 2 :]}"
-    with contextlib.suppress(Exception):  # then the text must do
+    with contextlib.suppress(Exception):  # if the exception cannot be pickled, only the text is sent
         data = cloudpickle.dumps((error, text))  # type: ignore[no-untyped-call]
         pickle.loads(data)  # some exceptions can be pickled but not unpickled
         if len(data) < limit:
@@ -93,6 +94,6 @@ def failure(error: BaseException, limit: int) -> bytes:
 
 
 def raised(payload: bytes | memoryview) -> tuple[BaseException | None, str]:
-    """Deserializes the exception, if it was sent, and the traceback of `failure`."""
+    """Deserializes the result of `failure`: the exception, or None if it was not sent, and the traceback."""
     error, text = unpack(payload)
     return error, text

@@ -1,1 +1,1 @@
-"""What runs inside Spark's Python workers."""
+"""The code that runs in an executor's Python processes: Spark's daemon and workers, and stagecrew's agent."""

@@ -1,7 +1,7 @@
 """The agent: one process per executor, started when an executor-scoped listener must open there.
 
-It owns these listeners, on its main thread, so that they live as long as the executor, not as long as a worker. It ends
-when its executor closes the channel or is gone, and closes its open listeners.
+It owns these listeners, on its main thread, so that they live as long as the executor, not as long as a worker. When
+its executor closes the channel or is gone, or on SIGTERM, it closes its open listeners and ends.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Agent:
         fork_safety.forget_in_children(self)
 
     def forked(self) -> None:
-        """Called in a child that user code forked. Everything belongs to the parent."""
+        """Called in a child that user code forked. The listeners, the channel and the handler belong to the parent."""
         fork_safety.default_signals([signal.SIGTERM], self._signalled)
         self._hooks.forked()
         self._lifecycle.disown()
@@ -64,9 +64,9 @@ class Agent:
         try:
             signal.signal(signal.SIGTERM, self._signalled)
             while not self._ends:
-                for frame in self._channel.arrived(self._wait()):
+                for frame in self._channel.receive(self._wait()):
                     if not self._ends:
-                        self._obey(frame)
+                        self._handle_frame(frame)
         except (ChannelError, _AskedToEnd):
             pass
         finally:
@@ -76,7 +76,7 @@ class Agent:
                 self._channel.send("GOODBYE", reason="the agent ends")
             self._channel.close()
 
-    def _obey(self, frame: Frame) -> None:
+    def _handle_frame(self, frame: Frame) -> None:
         if frame.kind == "OPEN":
             self._open(frame)
         elif frame.kind == "CLOSE":
@@ -97,7 +97,7 @@ class Agent:
     def _signalled(self, _number: int, _frame: FrameType | None) -> None:
         self._ends = True
         if self._interruptible and not self._lifecycle.closing:  # a close is not interrupted; the agent ends after it
-            self._interruptible = False  # once
+            self._interruptible = False  # only one signal raises
             raise _AskedToEnd
 
     def _open(self, frame: Frame) -> None:
@@ -107,13 +107,13 @@ class Agent:
         try:
             lifetime = lifetime_of(frame["topology"])
 
-            def mine(entry: dict[str, Any]) -> bool:
+            def add_entry(entry: dict[str, Any]) -> bool:  # returns whether the agent opens this listener
                 body["listeners"].append(
                     {"index": entry["index"], "scope": entry["scope"], "lifetime": entry["lifetime"], "value": None}
                 )
                 return entry["scope"] == "executor" and lifetime in (None, entry["lifetime"])
 
-            topology = described(frame, mine)
+            topology = described(frame, add_entry)
             for entry, registered in zip(body["listeners"], topology.listeners, strict=True):
                 entry["name"] = registered.name
             if any(registered.listener is not None for registered in topology.listeners):
@@ -149,7 +149,7 @@ def _pickled(listener: Listener) -> bytes:
     except Exception as error:
         raise ListenerError(
             f"its opened value cannot be pickled, so workers cannot have a copy ({type(error).__name__}: {error}); "
-            f"yield a port, a URL or a path from a @resource of the executor's scope"
+            f"yield a port, a URL or a path from a @resource with scope='executor'"
         ) from error
 
 

@@ -1,6 +1,7 @@
 """A worker's connection to its executor for evaluations: one per process, shared by its evaluations.
 
-It has no thread. A thread that waits for a reply, an event or room to send reads the frames for all threads.
+It has no thread of its own. One of the threads that wait for a reply, an event or room to send reads the frames for
+all of them.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ class Connection:
             self.broken = f"the connection to the executor broke: {error}"
             raise EvaluationEnded(self.broken) from error
 
-    def wait(self, found: Callable[[], T | None], seconds: float | None) -> T | None:
-        """Reads until `found` returns a value, and returns this value. Returns None after the timeout."""
+    def wait(self, check: Callable[[], T | None], seconds: float | None) -> T | None:
+        """Waits until `check` returns a value, and returns this value. Returns None after the timeout."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             with self.changed:
-                if (result := found()) is not None:
+                if (result := check()) is not None:
                     return result
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -87,7 +88,7 @@ class Connection:
                 self._reading = True
             frames: list[Frame] = []
             try:
-                frames = self._channel.arrived(left)
+                frames = self._channel.receive(left)
             except ChannelError as error:
                 self.broken = f"the connection to the executor broke: {error}"
             finally:

@@ -3,12 +3,13 @@
 Spark starts it instead of `pyspark.daemon`, because the plugin sets `spark.python.daemon.module`. It is pyspark's
 daemon with these functions replaced:
 
-- `worker`, which a forked worker calls once per task. Listeners of the process close before and after it. Inside it, a
-  task begins in `setup_broadcasts`: that runs just before the user's function is read, and Spark counts an exception
-  there as a failure. `handle_worker_exception` hides our frames in such an exception. The task ends in `main`.
-- `kill`, which ends workers that Spark does not need. A worker with listeners is asked to end first
+- `worker`, which a forked worker calls once per task. Before it, the worker closes topologies that have ended. After
+  it, the worker closes everything if it is about to end. During it, a task begins in `setup_broadcasts`, because this
+  runs just before the user's function is read, and Spark treats an exception there as a failure of the task.
+  `handle_worker_exception` removes our frames from such an exception. The task ends in `main`.
+- `kill`, which kills workers that Spark no longer needs. A worker with listeners is asked to end first
   (`graceful_shutdown`).
-- `fork` and `poll`, between which the daemon samples its workers (`sampling`).
+- `fork` and `poll`, so that the daemon samples its workers when its loop wakes and has nothing to do (`sampling`).
 
 Source: pyspark/daemon.py and pyspark/worker.py of Spark 4.3.
 """
@@ -71,9 +72,9 @@ def _begin_task(output: BinaryIO) -> None:
 
 
 def _worker_module() -> str:
-    """The module that the original runs. Any other `spark.python.worker.module` has no effect in a daemon."""
-    asked = sys.argv[1] if len(sys.argv) > 1 else ""
-    return asked if asked.startswith("pyspark") else "pyspark.worker"
+    """The module that PySpark's daemon runs. Any other `spark.python.worker.module` has no effect in a daemon."""
+    requested = sys.argv[1] if len(sys.argv) > 1 else ""
+    return requested if requested.startswith("pyspark") else "pyspark.worker"
 
 
 def _hook_pyspark() -> None:
@@ -81,7 +82,7 @@ def _hook_pyspark() -> None:
     global _hooked
     if _hooked or _worker_module() != "pyspark.worker":
         return
-    # The original does this first. Until then the daemon's own handlers would be active.
+    # PySpark's `worker` does this too, but only later. Until then the daemon's own handlers would be active.
     for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     import pyspark.worker
@@ -91,11 +92,11 @@ def _hook_pyspark() -> None:
     original_handle = pyspark.worker.handle_worker_exception  # type: ignore[attr-defined]
 
     output: Any = None
-    unbegun: BaseException | None = None
+    begin_error: BaseException | None = None
 
     def main(infile: Any, outfile: Any) -> None:
-        nonlocal output, unbegun
-        output, unbegun = outfile, None
+        nonlocal output, begin_error
+        output, begin_error = outfile, None
         if _process is not None:
             _process.resumed()
         error: BaseException | None = None
@@ -108,22 +109,22 @@ def _hook_pyspark() -> None:
             error = raised
             raise
         finally:
-            output = unbegun = None
+            output = begin_error = None
             if _process is not None:
                 _process.end(error)
 
     def setup_broadcasts(*args: Any, **kwargs: Any) -> None:
-        nonlocal unbegun
+        nonlocal begin_error
         original_setup(*args, **kwargs)
         try:
             _begin_task(output)
         except BaseException as error:
-            unbegun = error
+            begin_error = error
             raise
 
     def handle_worker_exception(error: BaseException, *args: Any, **kwargs: Any) -> None:
-        # An `open` or `decorate` raised: the frames between Spark's and the user's are stagecrew's.
-        if error is unbegun:
+        # An `open` or `decorate` raised: the frames between Spark's and the user's frames are stagecrew's.
+        if error is begin_error:
             remove_own_frames(error)
         original_handle(error, *args, **kwargs)
 
@@ -166,7 +167,7 @@ def _read_our_jar_once() -> None:
 
 if __name__ == "__main__":
     _read_our_jar_once()
-    # PySpark recognizes its own frames by this, and ours are between them (pyspark/logger/worker_io.py).
+    # PySpark recognizes its own frames by this name, and our frames are between them (pyspark/logger/worker_io.py).
     if __spec__ is not None:
         __spec__.name = pyspark.daemon.__name__
     pyspark.daemon.worker = worker

@@ -23,7 +23,7 @@ EXECUTION: Final = "execution-"
 def named(target: str, where: str = "on this executor") -> Listener:
     """Imports the listener that `module:name` names.
 
-    A `Listener` class, and a resource that needs no arguments, are called.
+    If the name refers to a `Listener` class or a resource, this calls it without arguments.
 
     Raises:
         ListenerError: The name cannot be imported, or is not a listener. The message says `where`.
@@ -50,14 +50,15 @@ def named(target: str, where: str = "on this executor") -> Listener:
 
 
 def described(frame: Frame, mine: Callable[[dict[str, Any]], bool]) -> Described:
-    """The topology of a TOPOLOGY frame (to a worker) or an OPEN frame (to the agent).
+    """Returns the topology of a TOPOLOGY frame (to a worker) or an OPEN frame (to the agent).
 
     Args:
         frame: The driver's description. A TOPOLOGY frame also contains the response of the executor's agent.
-        mine: Returns whether this process opens a listener, by its entry with its scope and its lifetime.
+        mine: Returns whether this process opens a listener. It is called once for each listener, with the listener's
+            entry including its scope and its lifetime.
     """
     body = json.loads(frame["body"])
-    entries = [entry for entry in body["listeners"] if entry["kind"] != "jvm"]  # the JVM has opened the others
+    entries = [entry for entry in body["listeners"] if entry["kind"] != "jvm"]  # the JVM opens these itself
     values: list[bytes] = []
     if frame.kind == "TOPOLOGY":
         entries = _with_opened(entries, frame)
@@ -67,7 +68,7 @@ def described(frame: Frame, mine: Callable[[dict[str, Any]], bool]) -> Described
 
 
 def lifetime_of(topology: str) -> str | None:
-    """The lifetime of the listeners that open in this topology; None if all of its listeners do."""
+    """Returns the lifetime of the listeners that open in this topology, or None if listeners of any lifetime do."""
     if topology.startswith(EXECUTION):
         return "execution"
     return "application" if topology == "application" else None
@@ -80,14 +81,14 @@ def _with_opened(entries: list[dict[str, Any]], frame: Frame) -> list[dict[str, 
     that is registered by name.
     """
     opened = json.loads(frame["opened"])["listeners"] if frame["opened"] else []
-    said = {entry["index"]: entry for entry in opened}
+    responses = {entry["index"]: entry for entry in opened}
     wanted = lifetime_of(frame["topology"])
     found = []
     for entry in entries:
-        of = said.get(entry["index"], {})
-        lifetime = of.get("lifetime") or entry.get("lifetime") or "application"
+        response = responses.get(entry["index"], {})
+        lifetime = response.get("lifetime") or entry.get("lifetime") or "application"
         if wanted in (None, lifetime):
-            found.append(entry | {"value": of.get("value"), "problem": of.get("problem")})
+            found.append(entry | {"value": response.get("value"), "problem": response.get("problem")})
     return found
 
 
@@ -117,7 +118,7 @@ def _load(entry: dict[str, Any], blobs: list[bytes]) -> Listener:
     except Exception as error:
         raise ListenerError(
             f"listener {entry['name']!r} cannot be unpickled on this executor: {type(error).__name__}: {error}. "
-            f"What its class imports must be there; ship modules with --py-files."
+            f"The modules that its class imports must exist there; ship them with --py-files."
         ) from error
 
 

@@ -184,10 +184,10 @@ class TaskGateway:
         raise RequestFailed(f"the coordinator of operator {self._bound.operator!r} raised:\n{text}") from error
 
     def events(self, timeout: float | None = None) -> Iterator[Any]:
-        """The events of the coordinator, in order.
+        """The coordinator's events, in order.
 
         Args:
-            timeout: The seconds to wait for each event. The default is no limit.
+            timeout: The seconds to wait for each event. By default there is no limit.
 
         Yields:
             Each event, until the coordinator closes its gateway to this evaluation.
@@ -217,7 +217,7 @@ class TaskGateway:
             self._abort_reason = self._abort_reason or frame["reason"]  # the first reason is the cause
 
     def _finish(self, outcome: str, reason: str) -> None:
-        """Reports the end of the evaluation. If it finished, waits until all its messages are queued."""
+        """Reports the end of the evaluation. If it finished, waits until the driver has queued all its messages."""
         with self._lock:
             if self._is_finished:
                 return
@@ -401,7 +401,7 @@ class TaskGateway:
 def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
     """Calls `work(gateway, *args)` as one evaluation.
 
-    If it returns an iterator, the evaluation ends when the iterator is exhausted, fails or is closed.
+    If `work` returns an iterator, the evaluation ends when the iterator is exhausted, fails or is closed.
     """
     from pyspark import TaskContext
 
@@ -446,7 +446,7 @@ def _iterate(gateway: TaskGateway, rows: Iterator[Any]) -> Iterator[Any]:
 
 
 def _read_subtask(column: str, batches: Iterator[Any]) -> tuple[int | None, Iterator[Any]]:
-    """Reads the subtask from the first row. Returns it, and the batches without its column."""
+    """Reads the subtask from the first row. Returns the subtask, and the batches without the subtask's column."""
     first = next(batches, None)
     if first is None:
         return None, iter(())

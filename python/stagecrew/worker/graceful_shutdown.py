@@ -1,12 +1,12 @@
-"""Ends workers that Spark no longer needs gracefully, so that their listeners close.
+"""Gracefully shuts down workers that Spark no longer needs, so that their listeners close.
 
-Spark's daemon kills with SIGKILL: an idle worker beyond `spark.python.factory.idleWorkerMaxPoolSize`, and a worker
-whose task was killed and did not end. A worker with open listeners catches SIGTERM. It gets SIGTERM first, and SIGKILL
-if it still runs after `SECONDS`. A worker that is idle or closing sets the time that its closes need, and gets at least
-this time. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
+Spark's daemon sends SIGKILL to idle workers beyond `spark.python.factory.idleWorkerMaxPoolSize`, and to a worker whose
+task was killed and did not end. A worker with open listeners catches SIGTERM. It gets SIGTERM first, and SIGKILL if it
+is still running after `SECONDS`. A worker that is idle or closing has registered the time that its closes need, and
+gets at least this time. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
 
-The daemon has one thread and must have no other before it forks, so the handler of a timer sends the second signal.
-Nothing else in the daemon uses a timer.
+The daemon has one thread and must have no other before it forks, so the handler of a timer sends SIGKILL. Nothing else
+in the daemon uses a timer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _needed: memoryview | None = None
 
 
 def install() -> None:
-    """Makes Spark's daemon end its workers with `_kill`. Called in the daemon, before its loop."""
+    """Makes Spark's daemon kill its workers with `_kill`. Called in the daemon, before its loop."""
     global _needed
     import pyspark.daemon
 
@@ -102,8 +102,8 @@ def _grace(pid: int) -> float:
 
 
 def _takes_sigterm(pid: int) -> bool:
-    # Blocked counts too: Spark resets the handlers of a worker with listeners at this moment, and it gets SIGTERM
-    # after.
+    # A blocked SIGTERM counts too: a worker with listeners blocks it only while Spark resets the handlers, and handles
+    # it afterwards.
     taken = 0
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:

@@ -1,7 +1,8 @@
-"""Calls user code in a worker and in the agent, with a timeout. Counts the calls, and reports them to the executor.
+"""Calls the hooks of listeners in a worker and in the agent, and reports opens, closes and failures to the executor.
 
-A timer signal interrupts a hook that exceeds its timeout, and raises `HookTimeout` in it. The executor gets a frame
-before and after each hook. It kills the process if a hook ignores the signal, for example in C code.
+`open` and `close` have a timeout. A timer signal interrupts a hook that exceeds its timeout, and raises `HookTimeout`
+in it. The executor gets a frame before and after each `open` and `close`. It kills the process if a hook ignores the
+signal, for example in C code. A failure of `decorate` is also reported.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class CalledHooks:
         listener = self._listener(registered)
         context = self.context(topology, listener.scope)
         try:
-            self._called("open", topology, registered, self._open_timeout, lambda: listener.open(context))
+            self._call_and_report("open", topology, registered, self._open_timeout, lambda: listener.open(context))
         except BaseException as error:
             error.add_note(f"raised by {self._what('open', topology, registered)}")
             if not registered.required and isinstance(error, Exception):
@@ -82,7 +83,7 @@ class CalledHooks:
         listener = self._listener(registered)
         context = self.context(topology, listener.scope)
         try:
-            self._called("close", topology, registered, self._close_timeout, lambda: listener.close(context))
+            self._call_and_report("close", topology, registered, self._close_timeout, lambda: listener.close(context))
         except BaseException:
             _log.warning("%s failed", self._what("close", topology, registered), exc_info=True)
 
@@ -92,11 +93,12 @@ class CalledHooks:
         entered: list[Any] = []
         try:
             manager = self._listener(registered).decorate(task)
-            # `map`, not a call: after a call of C code (a lock's) Python runs signal handlers before this is booked.
+            # `map`, because after a direct call to C code (such as a lock's `__enter__`) Python could run a signal
+            # handler before the entry is recorded.
             entered.extend(map(type(manager).__enter__, (manager,)))
             return functools.partial(self._leave, manager, topology, registered)
         except BaseException as error:
-            # A generator that was interrupted after its `yield`, before its manager returned, is entered too.
+            # A generator that was interrupted after its `yield`, but before its manager returned, counts as entered.
             generator = manager.gen if isinstance(manager, contextlib._GeneratorContextManager) else None
             if entered or getattr(generator, "gi_suspended", False):
                 self._leave(manager, topology, registered, error)
@@ -113,24 +115,24 @@ class CalledHooks:
         except BaseException as raised:
             if raised is error:
                 return
-            _log.warning("%s failed at its end", self._what("decorate", topology, registered), exc_info=True)
+            _log.warning("%s failed on exit", self._what("decorate", topology, registered), exc_info=True)
             self._failed_decoration(topology, registered, raised)
 
-    def _called(
+    def _call_and_report(
         self, hook: str, topology: Described, registered: Registered, seconds: float, call: Callable[[], None]
     ) -> None:
         what = self._what(hook, topology, registered)
         self._tell("HOOK", topology=topology.id, listener=registered.index, hook=hook, timeout=int(seconds * 1000))
         started = time.monotonic()
         try:
-            self._bounded(seconds, what, call)
+            self._call_with_timeout(seconds, what, call)
         except BaseException as error:
             outcome = "timeout" if isinstance(error, HookTimeout) else "failed"
             self._done(hook, topology, registered, outcome, started, error)
             raise
         self._done(hook, topology, registered, "ok", started, None)
 
-    def _bounded(self, seconds: float, what: str, call: Callable[[], None]) -> None:
+    def _call_with_timeout(self, seconds: float, what: str, call: Callable[[], None]) -> None:
         def interrupt(_signal: int, _frame: FrameType | None) -> None:
             raise HookTimeout(f"{what} took longer than {seconds:g} s and was interrupted")
 
@@ -146,7 +148,7 @@ class CalledHooks:
         finally:
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            finally:  # also if the timer fires at this moment
+            finally:  # even if the timer fires at this moment
                 signal.signal(signal.SIGALRM, before)
                 self._interrupt = None
             if remaining:  # the user's timer continues, minus the time that the hook took
@@ -180,7 +182,7 @@ class CalledHooks:
         self._done("decorate", topology, registered, "failed", time.monotonic(), error)
 
     def _tell(self, kind: str, **fields: Any) -> None:
-        # A listener closes also if the executor is gone.
+        # Hooks are called even if the executor is gone.
         with contextlib.suppress(ChannelError):
             self._channel.send(kind, **fields)
 

@@ -4,9 +4,9 @@ The worker and the executor's agent drive it; user code is called through `Hooks
 
 * a listener is opened at most once until it is closed, and closed exactly once for each attempted open;
 * listeners open in the order of their topologies in the chain, and within one as registered; they close in reverse;
-* decorations are entered in that order and left in reverse, exactly once, whatever happened between;
+* decorations are entered in that order and left in reverse, exactly once, whatever happens in between;
 * a topology that is in use by the current task is not closed before that task has ended;
-* one hook that fails does not keep the others from being called.
+* a `close`, or an exit from `decorate`, that fails does not prevent the others.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ _COPY: Final = (
 
 @dataclasses.dataclass(frozen=True)
 class Registered:
-    """One listener of one topology. `index` is its place in the registration; `value` what another process opened."""
+    """One listener of one topology.
+
+    `index` is its position in the topology's registration. `value` returns the value that another process opened.
+    """
 
     index: int
     name: str
     identity: Identity
     required: bool
-    #: None for a listener of the executor's scope in a worker, because another process opened it.
+    #: None if another process opens the listener: the agent opens those with scope EXECUTOR, workers open the others.
     listener: Listener | None
     value: Callable[[], Any] | None = None
 
@@ -70,7 +73,7 @@ class State(enum.Enum):
 
 
 class Hooks(Protocol):
-    """Calls user code. Implementations enforce timeouts, count calls, and report to the executor."""
+    """Calls user code. The implementation limits the time of `open` and `close`, and reports to the executor."""
 
     def open(self, topology: Described, registered: Registered) -> None:
         """Calls `open`, and raises its exception."""
@@ -95,7 +98,8 @@ class Lifecycle:
         self._leaves: list[Leave] = []
         self._due: list[str] = []
         self._disowned: list[object] = []
-        #: Set while a listener closes, from before that is booked. A signal that asks the process to end is noted then.
+        #: True while a listener is being closed, from before the close is recorded. A signal that asks the process to
+        #: end is then only noted.
         self.closing = False
 
     @property
@@ -140,7 +144,7 @@ class Lifecycle:
             if registered.listener is None or self._states.get(key, State.NEW) is not State.NEW:
                 continue
             try:
-                # Booked before the call: the listener closes however the open ends, also by a signal.
+                # Recorded before the call, so that the listener is closed however `open` ends, even by a signal.
                 self._opened.append(key)
                 self._hooks.open(described, registered)
             except BaseException as error:
@@ -188,7 +192,7 @@ class Lifecycle:
     def close(self, topology: str) -> list[str]:
         """The topology has ended: closes it, or leaves it to the next `close_due` if the current task uses it.
 
-        Returns the ids of the topologies that are closed now.
+        Returns the ids of the topologies that this call has closed.
         """
         if topology not in self._due:
             self._due.append(topology)
@@ -198,7 +202,7 @@ class Lifecycle:
         """Closes topologies that have ended and are not in use. Returns their ids."""
         done = [topology for topology in self._due if topology not in self._current]
         try:
-            self._close_all_of(lambda key: key[0] in done)
+            self._close_where(lambda key: key[0] in done)
         finally:
             self._due = [topology for topology in self._due if topology not in done]
             for topology in done:
@@ -212,7 +216,7 @@ class Lifecycle:
             self.end(None)
         finally:
             try:
-                self._close_all_of(lambda _: True)
+                self._close_where(lambda _: True)
             finally:
                 for topology in known:
                     self._forget(topology)
@@ -264,12 +268,15 @@ class Lifecycle:
             return opened_value(registered.listener)
         if state is State.OFF:
             raise LookupError(f"its open failed here, and it is not required (topology {described.name!r})")
-        raise LookupError(f"it is not open yet: listeners open in the order registered (topology {described.name!r})")
+        raise LookupError(
+            f"it is not open yet: listeners open in the order in which they are registered (topology "
+            f"{described.name!r})"
+        )
 
-    def _close_all_of(self, chosen: Callable[[tuple[str, int]], bool]) -> None:
+    def _close_where(self, matches: Callable[[tuple[str, int]], bool]) -> None:
         with contextlib.ExitStack() as every:  # an interrupted one does not prevent the others
             for key in self._opened:
-                if chosen(key):
+                if matches(key):
                     every.callback(self._close_one, key)
 
     def _close_one(self, key: tuple[str, int]) -> None:

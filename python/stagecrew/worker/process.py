@@ -36,7 +36,8 @@ CHAIN: Final = "spark.stagecrew.chain"
 PLACE: Final = "spark.stagecrew.place"
 STAGE_ATTEMPT: Final = "spark.stagecrew.stageAttempt"
 
-#: The attempt of a task without listeners, in a frame BEGIN. The executor has not booked such a task.
+#: The attempt in the frames BEGIN and END of a task without listeners. The executor does not count such a task in any
+#: topology.
 UNBOOKED: Final = -1
 
 _END_SIGNALS: Final = (int(signal.SIGTERM), int(signal.SIGHUP))
@@ -54,7 +55,7 @@ class WorkerProcess:
         self._on_signal = "note"
         self._noted: int | None = None
         self._output: BinaryIO | None = None
-        #: Spark's stream of a killed task. It is closed when the task has ended.
+        #: The stream to Spark of a killed task. It is closed when the task has ended.
         self._cut_stream: socket.socket | None = None
         self._resolving = contextlib.ExitStack()
         fork_safety.forget_in_children(self)
@@ -84,17 +85,17 @@ class WorkerProcess:
         self._install_handlers("raise")
         self._resolving.enter_context(resolving(self._lifecycle.find))
         self._channel.send("BEGIN", attempt=self._attempt)
-        self._raise_noted()  # noted while Spark's worker read the task
+        self._raise_noted()  # a signal that arrived while Spark's worker was reading the task
         for topology in chain:
             if not self._lifecycle.knows(topology):
                 self._describe(topology)
         self._lifecycle.begin(chain, self._task(context, chain[-1]))
-        self._raise_noted()  # noted during the close of a listener whose open failed
+        self._raise_noted()  # a signal that arrived during the close of a listener whose open failed
 
     def begin_without_listeners(self, output: BinaryIO) -> None:
-        """Begins a task without listeners while listeners are open.
+        """Begins a task without listeners in a worker with open listeners.
 
-        A signal can end it, too, and the exit of a topology does not wait for this worker.
+        A signal can also interrupt such a task, and the exit of a topology does not wait for this worker.
         """
         if self.anything_open:
             # The error that `get()` raises in such a task then names the topologies that have the listener.
@@ -156,7 +157,7 @@ class WorkerProcess:
         """
         with self._leaving_on_signal():
             graceful_shutdown.needs(self._time_to_close())
-            self._handle_frames()  # poll does not see frames that were read while the task waited for a description
+            self._handle_frames()  # poll does not report frames that were read while the task waited for a description
             if not self.anything_open and self._channel.fileno() < 0:
                 return
             poller = select.poll()
@@ -171,13 +172,13 @@ class WorkerProcess:
                 if task_socket.fileno() in ready:
                     break
             if _ended(task_socket):
-                self.leave("the worker is not needed any more")
+                self.leave("the worker is no longer needed")
                 return
-        # Spark's worker() resets these signals first. They are held until our handlers are set again.
+        # Spark's worker() first resets these signals. They are blocked until our handlers are set again.
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _END_SIGNALS)
 
     def resumed(self) -> None:
-        """Sets the signal handlers again. Spark's worker() has reset them and is about to run the task."""
+        """Sets the signal handlers again, after Spark's worker() has reset them and before it runs the task."""
         if self.anything_open:
             self._install_handlers("note")
         _signal.pthread_sigmask(_signal.SIG_UNBLOCK, _END_SIGNALS)
@@ -192,7 +193,7 @@ class WorkerProcess:
         self._channel.close()
 
     def _time_to_close(self) -> float:
-        # Each close has a timeout here and at the executor.
+        # Each close takes at most the timeout: the process interrupts it, and otherwise the executor kills the process.
         return float(self._channel.welcome["closeTimeout"]) * self._lifecycle.open_count + 1
 
     def _handle_frames(self) -> None:
@@ -271,7 +272,7 @@ def _cut_off(output: BinaryIO) -> socket.socket | None:
 
 
 def flush_standard_streams() -> None:
-    """Flushes the output of listeners that closed, because Spark ends a worker with `os._exit`."""
+    """Flushes the output of listeners, because a worker ends with `os._exit` or a signal, which do not flush it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -6,8 +6,8 @@ which passes them on to the driver.
 
 The daemon must never delay a fork, and a worker must not inherit anything:
 
-- The connection to the executor never blocks. While the executor does not read, no samples are taken.
-- Sampling stops as soon as a worker is requested, and continues at the next wake.
+- The connection to the executor never blocks. While the executor is not reading, no samples are taken.
+- A round of samples is interrupted as soon as a worker is requested, and continues when the loop wakes next.
 - A forked worker closes its copy of the connection.
 - psutil is imported at the first sample. It is not in the `sys.modules` of a forked worker, which may import its own.
 """
@@ -81,7 +81,7 @@ class Sampler:
             with process.oneshot():
                 times, memory, threads = process.cpu_times(), process.memory_info().rss, process.num_threads()
                 started = process.create_time()
-            files = process.num_fds() - (pid == os.getpid())  # without the one that lists them
+            files = process.num_fds() - (pid == os.getpid())  # without the one that is open only to count them
         except psutil.Error:
             self._known.pop(pid, None)
             return None
@@ -99,8 +99,8 @@ class Sampler:
     def frame(self, processes: list[dict[str, Any]]) -> bytes:
         """The frame with these samples, or with the problem that prevents them."""
         if self._problem:
-            this = {"pid": os.getpid(), "role": "daemon", "started": 0, "problem": self._problem, "samples": [{}]}
-            processes = [this]
+            no_samples = {"pid": os.getpid(), "role": "daemon", "started": 0, "problem": self._problem, "samples": [{}]}
+            processes = [no_samples]
         return encode("SAMPLES", body=json.dumps({"processes": processes}))
 
 
@@ -120,7 +120,7 @@ class DaemonSampler:
         """`os.fork` of the daemon's loop."""
         pid = os.fork()
         if pid:
-            self._sampler.forget(pid)  # of an earlier worker
+            self._sampler.forget(pid)  # an earlier worker may have had the same pid
             self._workers[pid] = None
         else:
             self.close()
@@ -138,27 +138,27 @@ class DaemonSampler:
             self._connection = None
 
     def wait_at_most(self, milliseconds: int) -> int:
-        """How long the loop may wait, so that the next sample is taken in time."""
+        """Returns how long the loop may wait, so that the next sample is taken in time."""
         if self._connection is None:
             return milliseconds
         return min(milliseconds, max(0, int((self._due - self._clock()) * 1000) + 1))
 
     def run(self, interrupted: Callable[[], bool]) -> None:
-        """Samples the workers if a round is due. It stops after a process if `interrupted`, and continues later."""
+        """Samples the workers if a round is due. If `interrupted()` is true after a process, a later call continues."""
         if self._connection is None or self._clock() < self._due:
             return
         try:
             self._continue(interrupted)
         except OSError:  # the executor is gone, or has no channel
             self.close()
-        except Exception:  # never an end of the daemon
+        except Exception:  # the daemon must not end
             _log.warning("the Python workers of this executor are no longer sampled", exc_info=True)
             self.close()
 
     def _continue(self, interrupted: Callable[[], bool]) -> None:
         assert self._connection is not None
         if self._round is None:
-            if not self._connection.ready():
+            if not self._connection.write_unsent():
                 self._due = self._clock() + min(1.0, self._seconds)
                 return
             self._round, self._sampled = iter([] if self._sampler.problem else list(self._workers)), []
@@ -190,15 +190,18 @@ class _Poll:
 
 
 class _Connection:
-    """The connection to the executor's channel. It never waits: it writes later if it cannot write at once."""
+    """The connection to the executor's channel. It never waits: bytes that cannot be written at once are kept."""
 
     def __init__(self, place: str) -> None:
         self._place = place
         self._socket: socket.socket | None = None
         self._unsent = b""
 
-    def ready(self) -> bool:
-        """Whether everything was written. Connects at first. Raises `OSError` if the executor is gone."""
+    def write_unsent(self) -> bool:
+        """Writes the kept bytes, and returns whether none are left. The first call connects.
+
+        Raises `OSError` if the executor is gone.
+        """
         if self._socket is None:
             self._connect()
         with contextlib.suppress(BlockingIOError):
@@ -209,7 +212,7 @@ class _Connection:
         return not self._unsent
 
     def send(self, frame: bytes) -> None:
-        """Writes a frame, or keeps what cannot be written yet."""
+        """Writes a frame, and keeps the bytes that cannot be written yet."""
         self._unsent += frame
         self._write()
 
@@ -246,8 +249,8 @@ def install() -> None:
     """Makes PySpark's daemon sample its workers, if the executor requests it. Called in the daemon, before its loop."""
     import pyspark.daemon
 
-    if (asked := configured()) is not None:
-        sampler = DaemonSampler(*asked)
+    if (settings := configured()) is not None:
+        sampler = DaemonSampler(*settings)
         loop: Any = pyspark.daemon
         loop.os = types.SimpleNamespace(**{**_names(loop.os), "fork": sampler.fork})
         loop.select = types.SimpleNamespace(**{**_names(select), "poll": sampler.poll})

@@ -85,7 +85,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
         ledger.span(hook.topology, hook.name, nameOf(hook.topology, hook.index)._1, micros, failed = true)
         count(hook.topology, hook.index) { before =>
           before.withDuration(hook.name, micros)
-            .withFailure(s"${hook.name} ignored its timeout; its process was ended", "")
+            .withFailure(s"${hook.name} ignored its timeout; its process was killed", "")
         }
         (link, hook, process.attempt)
     }

@@ -81,7 +81,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
     val topology = descriptions.known(hook.topology).map(_.name).getOrElse(hook.topology)
     val text = s"${hook.name} of listener '${nameOf(hook.topology, hook.index)._1}' " +
       s"(topology '$topology', executor $executor, host ${crew.host}) " +
-      s"took longer than $limit ms and ignored its interruption; process ${link.pid} was ended"
+      s"took longer than $limit ms and ignored its interruption; process ${link.pid} was killed"
     Log.log.warn(text)
     attempt.flatMap(attempts.get).foreach(_.workerKillReason = Some(text))
     if (link.role == "agent") agentKillReason = text
