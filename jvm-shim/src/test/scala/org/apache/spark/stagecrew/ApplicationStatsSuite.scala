@@ -18,7 +18,7 @@ class ApplicationStatsSuite extends AnyFunSuite {
 
   private def names(book: OperatorBook): Vector[String] = book.views.map(_.name)
 
-  test("the last frame of a coordinator wins; repeated and late frames change nothing") {
+  test("a coordinator's newest frame applies, and repeated or late frames change nothing") {
     val book = new OperatorBook
     record(book, 2, view("a", 5))
     record(book, 1, view("a", 3), view("b", 1))
@@ -26,21 +26,23 @@ class ApplicationStatsSuite extends AnyFunSuite {
     assert(book.views.map(one => one.name -> one.failed) == Vector("a" -> 5L, "b" -> 1L) && book.forgotten == 0)
   }
 
-  test("idle uses are removed from the list first, and remain in the sums and in the count") {
+  test("idle coordinators are removed from the list first, and still count in the sums and in the number") {
     val book = new OperatorBook(limit = 3)
-    record(book, 1, view("old", 1), view("over", 10, "closed", live = 0), view("leaving", 5, "closed"), view("new", 100))
+    record(
+      book, 1, view("old", 1), view("over", 10, "closed", live = 0), view("leaving", 5, "closed"), view("new", 100))
     assert(names(book) == Vector("old", "leaving", "new", Topology.Forgotten) && book.forgotten == 1)
     record(book, 2, view("newer", 1000))
     assert(names(book) == Vector("leaving", "new", "newer", Topology.Forgotten) && book.forgotten == 2)
     assert(book.views.map(_.failed).sum == 1116 && book.views.last.failed == 11 && book.views.last.finished == 4)
-    record(book, 3, view("old", 3), view("over", 10, "closed", live = 0)) // unlisted ones still report
+    // Coordinators that are not listed still report.
+    record(book, 3, view("old", 3), view("over", 10, "closed", live = 0))
     assert(names(book) == Vector("leaving", "new", "newer", Topology.Forgotten) && book.forgotten == 2)
     assert(book.views.map(_.failed).sum == 1118)
     record(book, 2, view("old", 2)) // late
     assert(book.views.map(_.failed).sum == 1118)
   }
 
-  test("the book is bounded, and its sums cover all uses") {
+  test("the number of coordinators in the book is limited, and its sums cover all coordinators") {
     val random = new Random(7)
     val book = new OperatorBook(limit = 5, remembered = 10)
     val failed = (1 to 200).map { i =>
@@ -52,7 +54,7 @@ class ApplicationStatsSuite extends AnyFunSuite {
     assert(book.views.map(_.failed).sum == failed.sum && book.forgotten == 195)
   }
 
-  test("pages and JSON contain the count and the failures of all uses, listed or not") {
+  test("pages and JSON contain the number and the failures of all coordinators, listed or not") {
     val topology = new Topology(Description("a", "a", None, Vector.empty)(), "named")
     (1 to OperatorBook.Limit + 100).foreach(i => record(topology.operators, i.toLong, view(s"o$i", 1, "closed", live = 0)))
     val row = rows(page("", model(topology.view)), "topologies").head

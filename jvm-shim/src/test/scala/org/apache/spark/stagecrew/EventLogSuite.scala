@@ -11,17 +11,21 @@ import org.apache.spark.util.kvstore.InMemoryStore
 import org.apache.spark.stagecrew.driver.DriverCrew
 import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, Totals}
 import org.apache.spark.stagecrew.spark.{PageRequest, TypedStore}
-import org.apache.spark.stagecrew.ui.{EventLog, History, HistoryPlugin, KeptState, PageModel, ProcessView, RecoveryView}
+import org.apache.spark.stagecrew.ui.{EventLogWriter, History, HistoryPlugin, KeptState, PageModel, ProcessView, RecoveryView}
 import org.apache.spark.stagecrew.ui.{Sample, Show, Snapshot, StepView, Tab, TopologyView}
 import org.apache.spark.stagecrew.wire.Json
 
 class EventLogSuite extends AnyFunSuite {
   import Views._
 
-  private final class Run(interval: Long = 1000, most: Int = 3) {
+  /** A driver that writes an event log. The clock changes only when a test sets `now`. */
+  private final class Run(interval: Long = 1000, maxEvents: Int = 3) {
     var now = 100000L
     val posted = mutable.ArrayBuffer.empty[StagecrewState]
-    val log = new EventLog(interval, most, () => now, { case state: StagecrewState => posted += state; case other => fail(s"$other") })
+    val log = new EventLogWriter(interval, maxEvents, () => now, {
+      case state: StagecrewState => posted += state
+      case other => fail(s"$other")
+    })
     def of(id: String): Seq[StagecrewState] = posted.toSeq.filter(_.id == id)
   }
 
@@ -30,14 +34,15 @@ class EventLogSuite extends AnyFunSuite {
   /** The content of the History Server's store after reading these events as Spark writes them. */
   private def history(events: Seq[String], retained: Any = 1000): PageModel = {
     val kept = new TypedStore(new InMemoryStore, classOf[KeptState])
-    val listener = new HistoryPlugin().listener(new SparkConf(false).set(Settings.RetainedTopologies, retained.toString), kept)
+    val conf = new SparkConf(false).set(Settings.RetainedTopologies, retained.toString)
+    val listener = new HistoryPlugin().listener(conf, kept)
     events.map(JsonProtocol.sparkEventFromJson).foreach(listener.onOtherEvent)
     History.of(kept.all)
   }
 
   private def written(state: StagecrewState): String = JsonProtocol.sparkEventToJsonString(state)
 
-  test("the beginning and the end of a topology are stored immediately, changes once per interval") {
+  test("the beginning and the end of a topology are stored immediately, and changes once per interval") {
     val run = new Run()
     run.log.changed(snapshot(topology("a")))
     (1 to 15).foreach { i =>
@@ -60,7 +65,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.posted.map(_.kind).sorted == Seq("application", "topology"))
   }
 
-  test("the events of a topology are limited, which its page mentions, and its end is always stored") {
+  test("the number of events of a topology is limited, which its page mentions, and its end is always stored") {
     val run = new Run()
     (1 to 20).foreach { i =>
       run.now += 5000
@@ -74,7 +79,7 @@ class EventLogSuite extends AnyFunSuite {
   }
 
   test("the page of an ended topology mentions missing events only if there are any") {
-    val run = new Run(most = 2)
+    val run = new Run(maxEvents = 2)
     run.log.tick(snapshot(topology("a"), topology("b"), topology("c")))
     run.now += 5000
     run.log.tick(snapshot(topology("a"), topology("b"), topology("c").copy(jobs = 3))) // the last event of c before its end
@@ -93,8 +98,8 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(run.posted.map(written).toSeq).notes("b").exists(note => note.contains("are missing") && note.contains(Settings.EventLogMaxEvents)))
   }
 
-  test("sums are as recent as the topologies, and older parts of a killed application have a note") {
-    val run = new Run(interval = 1000, most = 1)
+  test("the sums of a killed application are as recent as its topologies, and a note says which parts are older") {
+    val run = new Run(interval = 1000, maxEvents = 1)
     def all(application: String, a: String, opens: Int) = {
       val totals = Totals(opens = opens, openMicros = 1500L * opens, closeMicros = 2500000L * opens)
       snapshot(topology("application", DriverCrew.ApplicationKind, application), topology("a", state = a, listeners = opens)).copy(totals = totals)
@@ -114,7 +119,7 @@ class EventLogSuite extends AnyFunSuite {
     val ended = history(run.posted.map(written).toSeq)
     assert(ended.snapshot.topologies.toSet == all("closed", "closed", 7).topologies.toSet && ended.snapshot.totals.opens == 7)
     assert(ended.notes("").nonEmpty && ended.notes("").forall(_.contains("are missing")))
-    val quiet = new Run(most = 1)
+    val quiet = new Run(maxEvents = 1)
     quiet.log.tick(all("active", "closed", 1))
     quiet.log.changed(all("closed", "closed", 1))
     quiet.log.flush(all("closed", "closed", 1))
@@ -122,7 +127,7 @@ class EventLogSuite extends AnyFunSuite {
   }
 
   test("sums of coordinators are as recent as the topologies, even for a killed application") {
-    val run = new Run(interval = 1000, most = 2)
+    val run = new Run(interval = 1000, maxEvents = 2)
     def all(state: String, events: Long, live: Long = 1) = {
       val one = operator("splits").copy(eventsIn = events, live = live, progress = VectorMap.empty)
       snapshot(topology("application", DriverCrew.ApplicationKind), topology("a", state = state).copy(operators = Vector(one)))
@@ -144,15 +149,15 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(older.map(written)).snapshot.coordinators.exists(_.eventsIn == 2))
   }
 
-  test("at the end all changes are stored, due or not") {
-    val run = new Run(interval = 100000, most = 2)
+  test("at the end of the application all changes are stored, due or not") {
+    val run = new Run(interval = 100000, maxEvents = 2)
     run.log.tick(snapshot(topology("a"), topology("b")))
     run.log.flush(snapshot(topology("a").copy(jobs = 9), topology("b")).copy(totals = Totals(9, 2, 3, 4)))
     assert(run.of("a").map(jobs) == Seq(2, 9) && run.of("b").size == 1)
     assert(history(run.posted.map(written).toSeq).snapshot == snapshot(topology("a").copy(jobs = 9), topology("b")).copy(totals = Totals(9, 2, 3, 4)))
   }
 
-  test("a body that is too large is trimmed, its spans first") {
+  test("a body that is too large is trimmed, beginning with its spans") {
     val run = new Run()
     run.log.changed(snapshot(busy("a", spans = 20000)))
     val state = run.of("a").head
@@ -169,7 +174,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.of("").exists(state => state.trimmed && state.body.length <= StagecrewState.MaxBytes))
   }
 
-  test("the last event of a topology wins, and the number of closed topologies is limited") {
+  test("the last event of a topology applies, and the number of closed topologies is limited") {
     val run = new Run()
     val all = topology("application", DriverCrew.ApplicationKind, "closed") +: topology("runs") +: (1 to 9).map(i => topology(s"t$i", state = "closed"))
     all.foreach(view => run.log.changed(snapshot(view)))
@@ -177,7 +182,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(events, retained = 2).snapshot.topologies.map(_.id).toSet == Set("application", "runs", "t8", "t9"))
   }
 
-  test("the page counts all closed topologies, including those that are not kept") {
+  test("the overview counts all closed topologies, including those that are not kept") {
     val run = new Run()
     (1 to 7).foreach { i =>
       run.log.changed(snapshot(topology(s"t$i")))
@@ -197,7 +202,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.posted.map(_.kind) == Seq("application")) // nothing to store
   }
 
-  test("a topology without an end is shown up to its last event") {
+  test("a topology without an end in the event log is shown up to its last event") {
     val run = new Run()
     run.log.changed(snapshot(topology("a"), topology("b", state = "closed")))
     val model = history(run.posted.map(written).toSeq)
@@ -205,7 +210,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(model.until(model.find("b").get) == 31000 && model.notes("b").isEmpty)
   }
 
-  test("missing, unknown and null fields, unknown kinds and invalid bodies do not stop the reader") {
+  test("events with missing, unknown or null fields, unknown kinds or invalid bodies do not stop the reader") {
     val name = classOf[StagecrewState].getName
     val good = s"""{"Event":"$name","version":7,"kind":"topology","id":"a","time":5,"more":{"x":[1]},"body":"{\\"id\\":\\"a\\",\\"new\\":1}"}"""
     val model = history(Seq(
@@ -221,7 +226,7 @@ class EventLogSuite extends AnyFunSuite {
     Tab.pages(() => model).foreach(page => page.html(PageRequest("", Map("id" -> "a"))))
   }
 
-  test("an event log from before the first release is read, and each page of the History Server shows it") {
+  test("each page of the History Server shows an event log from before the first release") {
     val log = Iterator.iterate(Path.of("").toAbsolutePath)(_.getParent).takeWhile(_ != null)
       .map(_.resolve("tests/data/event-log-before-the-first-release/recorded")).find(Files.exists(_)).get
     val lines = Files.readAllLines(log).asScala.toSeq.filter(_.contains(classOf[StagecrewState].getName))
@@ -242,7 +247,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(run.posted.map(written).toSeq, retained = "many").find("a").nonEmpty)
   }
 
-  test("a log without our events has no tab, and the History Server finds the plugin of the tab") {
+  test("a log without our events has no content, and the History Server finds the plugin of the tab") {
     assert(history(Nil).snapshot == Snapshot(Vector.empty, Totals()))
     val found = java.util.ServiceLoader.load(classOf[org.apache.spark.status.AppHistoryServerPlugin])
     assert(scala.jdk.CollectionConverters.IterableHasAsScala(found).asScala.exists(_.isInstanceOf[HistoryPlugin]))
@@ -295,7 +300,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.of("a").map(jobs) == Seq(2, 9))
   }
 
-  test("the end of a long Python traceback is stored, and the beginning of a long JVM error") {
+  test("of a long Python traceback the end is stored, and of a long JVM error the beginning") {
     def stored(scope: String, error: String, line: String = ""): String = {
       val run = new Run()
       val view = topology("a", listeners = 200, error = error, scope = scope)

@@ -21,7 +21,11 @@ class ExecutionsSuite extends AnyFunSuite {
       },
       _ => f => { due += (() => f); () })
 
-    def time(): Unit = { val now = due.toVector; due.clear(); now.foreach(_.apply()) }
+    def runDue(): Unit = {
+      val now = due.toVector
+      due.clear()
+      now.foreach(_.apply())
+    }
 
     def find(key: String): mutable.Buffer[Option[String]] = {
       val answers = mutable.ArrayBuffer.empty[Option[String]]
@@ -35,7 +39,8 @@ class ExecutionsSuite extends AnyFunSuite {
     fixture.jobs ++= Seq(1, 2)
     fixture.executions.jobStarted(1, Seq(0, 1))
     fixture.executions.jobStarted(2, Seq(1, 2))
-    assert(fixture.find("stage:1") == Seq(Some("execution-job-1")) && fixture.find("stage:2") == Seq(Some("execution-job-2")))
+    assert(fixture.find("stage:1") == Seq(Some("execution-job-1")))
+    assert(fixture.find("stage:2") == Seq(Some("execution-job-2")))
     fixture.executions.jobEnded(1)
     assert(!fixture.executions.hasStage(0) && fixture.executions.hasStage(1))
     assert(fixture.find("stage:1") == Seq(Some("execution-job-2")))
@@ -43,7 +48,7 @@ class ExecutionsSuite extends AnyFunSuite {
     assert(!fixture.executions.hasStage(1) && !fixture.executions.hasStage(2))
   }
 
-  test("a job that has ended in Spark's own state owns no stage, even if its end event was dropped") {
+  test("a job that has ended according to Spark's own state has no stages, even if its end event was dropped") {
     val fixture = new Fixture
     fixture.jobs ++= Seq(1, 2)
     fixture.executions.jobStarted(1, Seq(1))
@@ -55,26 +60,26 @@ class ExecutionsSuite extends AnyFunSuite {
     assert(!fixture.executions.hasStage(1))
   }
 
-  test("a task that starts before the start event of its job arrives waits for the event") {
+  test("if a task starts before the start event of its job arrives, the search for its execution waits for the event") {
     val fixture = new Fixture
     val (first, second) = (fixture.find("stage:7"), fixture.find("stage:7"))
     assert(first.isEmpty && second.isEmpty)
     fixture.jobs += 3
     fixture.executions.jobStarted(3, Seq(7))
-    fixture.time()
+    fixture.runDue()
     assert(first == Seq(Some("execution-job-3")) && second == first)
   }
 
-  test("without the start event Spark's scheduler is used, and if it does not know the job, the task has no execution") {
+  test("without the start event, Spark's scheduler is asked; if it does not know a job, the task has no execution") {
     val fixture = new Fixture
     fixture.stages(7) = 4
     val (known, unknown) = (fixture.find("stage:7"), fixture.find("stage:8"))
-    fixture.time()
+    fixture.runDue()
     assert(known == Seq(Some("execution-job-4")) && unknown == Seq(None))
     assert(fixture.find("nonsense") == Seq(None))
   }
 
-  test("a restarted query has its new run, even if the end of the old run is reported late") {
+  test("a restarted query belongs to its new run, even if the end of the old run is reported late") {
     val fixture = new Fixture
     fixture.executions.queryStarted("q", "run 1")
     fixture.executions.queryStarted("q", "run 2")
@@ -82,11 +87,11 @@ class ExecutionsSuite extends AnyFunSuite {
     assert(fixture.find("query:q") == Seq(Some("execution-query-run 2")))
     fixture.executions.queryEnded("q", "run 2")
     assert(fixture.find("query:q") == Seq(None))
-    fixture.runs("q") = "run 3" // whose event was dropped
+    fixture.runs("q") = "run 3" // the event of this run was dropped
     assert(fixture.find("query:q") == Seq(Some("execution-query-run 3")))
   }
 
-  test("a query begins with its event, and ends when it ends in Spark's own state") {
+  test("the topology of a query may begin after the query's event, and a query runs as long as Spark's own state says so") {
     val fixture = new Fixture
     fixture.executions.queryStarted("q", "r-1")
     assert(fixture.executions.mayBegin("execution-query-r-1") && !fixture.executions.runs("execution-query-r-1"))

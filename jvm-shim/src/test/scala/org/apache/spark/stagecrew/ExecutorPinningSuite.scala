@@ -5,36 +5,37 @@ import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.mutable
 import org.apache.spark.stagecrew.driver.ExecutorPinning
 
-/** Executors are pinned while topologies close there, even if events are dropped. */
+/** Tests that executors are pinned while topologies are closing on them, even if events are dropped. */
 class ExecutorPinningSuite extends AnyFunSuite with OneInstancePerTest {
-  private val running = mutable.HashMap.empty[String, Int].withDefaultValue(0)
+  private val pins = mutable.HashMap.empty[String, Int].withDefaultValue(0)
   private var dropped = false
-  private val pinning: ExecutorPinning = new ExecutorPinning((executor, begins) => running(executor) += (if (begins) 1 else -1), () => if (!dropped) pinning.notifySpark())
+  private val pinning: ExecutorPinning = new ExecutorPinning(
+    (executor, begins) => pins(executor) += (if (begins) 1 else -1), () => if (!dropped) pinning.notifySpark())
 
-  test("an executor is pinned as long as any topology closes there") {
+  test("an executor is pinned as long as any topology is closing on it") {
     pinning.begins("a", Seq("1", "2"))
     pinning.begins("b", Seq("2"))
-    assert(running == Map("1" -> 1, "2" -> 2))
+    assert(pins == Map("1" -> 1, "2" -> 2))
     pinning.ends("a", "2")
     pinning.ends("a", "2")
-    assert(running == Map("1" -> 1, "2" -> 1))
+    assert(pins == Map("1" -> 1, "2" -> 1))
     pinning.ends("b", "2")
     pinning.ends("a", "1")
-    assert(running == Map("1" -> 0, "2" -> 0))
+    assert(pins == Map("1" -> 0, "2" -> 0))
   }
 
-  test("the next event, or a reminder, makes up for a dropped event") {
+  test("the next event or reminder makes up for a dropped event") {
     pinning.begins("a", Seq("1"))
     dropped = true
     pinning.ends("a", "1")
     pinning.begins("b", Seq("2"))
-    assert(running == Map("1" -> 1))
+    assert(pins == Map("1" -> 1))
     dropped = false
     pinning.remind()
-    assert(running == Map("1" -> 0, "2" -> 1))
+    assert(pins == Map("1" -> 0, "2" -> 1))
     pinning.remind()
     pinning.notifySpark()
     pinning.ends("b", "2")
-    assert(running == Map("1" -> 0, "2" -> 0))
+    assert(pins == Map("1" -> 0, "2" -> 0))
   }
 }

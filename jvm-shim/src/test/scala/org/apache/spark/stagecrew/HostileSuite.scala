@@ -7,7 +7,7 @@ import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, Tota
 import org.apache.spark.stagecrew.ui.{PageModel, ProcessView, RecoveryView, Show, Snapshot, Span, StepView, Tab}
 import org.apache.spark.stagecrew.ui.TopologyView
 
-/** Values from users are shown as text, whatever they contain and however long they are. */
+/** Tests that pages show values from users as text, whatever the values contain and however long they are. */
 class HostileSuite extends AnyFunSuite {
   import Views._
 
@@ -39,7 +39,7 @@ class HostileSuite extends AnyFunSuite {
     assert(pages(everywhere(Hostile)).head.toString.contains("&lt;script&gt;alert(1)"))
   }
 
-  test("a long text is shortened in its cell, and less in its title") {
+  test("a long text is shortened in its cell, and its title shows more of the text") {
     val html = pages(everywhere(Long))
     html.foreach(one => (one \\ "td").foreach(cell => assert(cell.text.length <= 2 * Show.Length, cell.text)))
     html.foreach(one => assert((one \\ "@title").map(_.text.length).forall(_ <= Show.TitleLength)))
@@ -47,7 +47,7 @@ class HostileSuite extends AnyFunSuite {
     html.foreach(one => assert((one \\ "@href").forall(_.text.length < 200)))
   }
 
-  test("a cut never splits a surrogate pair") {
+  test("the shortened beginning of a text never ends with half a surrogate pair") {
     (1 to 6).foreach { length =>
       val cut = Show.cut("a" + "\uD83D\uDE00" * 5, length)
       assert(cut.length <= length && !cut.dropRight(1).lastOption.exists(_.isHighSurrogate))

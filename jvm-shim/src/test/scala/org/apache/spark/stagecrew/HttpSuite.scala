@@ -13,7 +13,7 @@ import org.apache.spark.stagecrew.executor.Totals
 import org.apache.spark.stagecrew.spark.SparkUi
 import org.apache.spark.stagecrew.ui.{PageModel, Snapshot, Tab}
 
-/** An authentication filter: a header contains the name of the user. */
+/** An authentication filter that takes the user's name from the header `user`. */
 class HeaderUser extends Filter {
   override def doFilter(request: ServletRequest, response: ServletResponse, chain: FilterChain): Unit = {
     val http = request.asInstanceOf[HttpServletRequest]
@@ -21,7 +21,7 @@ class HeaderUser extends Filter {
   }
 }
 
-/** The pages in Spark's own web server, over HTTP. */
+/** Tests the pages over HTTP, in Spark's own web server. */
 class HttpSuite extends AnyFunSuite {
   import Views._
 
@@ -45,7 +45,7 @@ class HttpSuite extends AnyFunSuite {
     } finally ui.stop()
   }
 
-  test("only a user with permission gets pages and JSON") {
+  test("only a user with view permission gets pages and JSON") {
     serving(model(busy("t1")), "spark.ui.filters" -> classOf[HeaderUser].getName, "spark.acls.enable" -> "true", "spark.ui.view.acls" -> "alice") { get =>
       Paths.foreach { path =>
         assert(get(path, Some("mallory"), "GET").statusCode == 403, path)
@@ -61,7 +61,7 @@ class HttpSuite extends AnyFunSuite {
     }
   }
 
-  test("invalid parameters return 400, and the response never contains their markup") {
+  test("a request with invalid parameters returns 400, and the response never contains their markup") {
     serving(model(busy("t1"))) { get =>
       Seq("topology/", "topology/?id=echo%3Cscript%3E", "topology/json/?id=echo", "?topologies.sort=echo", "?topologies.page=echo",
         "topology/?id=t1&listeners.desc=echo").foreach { path =>
@@ -73,7 +73,7 @@ class HttpSuite extends AnyFunSuite {
     }
   }
 
-  test("pages with 1,000 topologies take less than a second, and show one page of rows") {
+  test("a page of an application with 1,000 topologies takes less than a second, and shows one page of rows") {
     val many = PageModel(Snapshot((1 to 1000).map(i => busy(s"t$i")).toVector, Totals()), 61000)
     serving(many) { get =>
       Seq("", "?topologies.sort=Duration", "topology/?id=t1").foreach { path =>

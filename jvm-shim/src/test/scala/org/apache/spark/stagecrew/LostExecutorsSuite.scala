@@ -7,24 +7,25 @@ import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, Part
 import org.apache.spark.stagecrew.ui.TopologyView
 import org.apache.spark.stagecrew.wire.{Description, Json}
 
-/** With dynamic allocation, a long-running application loses many executors. */
+/** Tests that the driver's state of lost executors is limited. With dynamic allocation, a long-running application
+  * loses many executors. */
 class LostExecutorsSuite extends AnyFunSuite {
   private def topology() = new Topology(Description("t", "t", None, Vector.empty)(), "named", retainedLost = 3)
 
   private def counts(random: Random): ExecutorCounts = {
     def some() = random.nextInt(100).toLong
-    val listeners = (0 until random.nextInt(4)).map(i => ListenerCounts(i, s"l$i", "worker", some(), some(), some(), some(), some(),
-      some(), if (random.nextBoolean()) s"error ${some()}" else ""))
+    val listeners = (0 until random.nextInt(4)).map(i => ListenerCounts(i, s"l$i", "worker", some(), some(), some(),
+      some(), some(), some(), if (random.nextBoolean()) s"error ${some()}" else ""))
     ExecutorCounts(listeners.toVector, some(), some(), Set("gone with it"),
       PartitionCounts(released = some(), releasedBytes = some()))
   }
 
-  test("a topology lists its last lost executors, and sums up the others") {
+  test("a topology lists the executors that were lost last, and sums up those that were lost before") {
     val random = new Random(7)
     (1 to 20).foreach { _ =>
-      val (state, executors_) = (topology(), (1 to 50).map(i => s"$i" -> counts(random)))
-      val lost = executors_.take(45)
-      executors_.foreach { case (id, one) =>
+      val (state, allCounts) = (topology(), (1 to 50).map(i => s"$i" -> counts(random)))
+      val lost = allCounts.take(45)
+      allCounts.foreach { case (id, one) =>
         state.executors += id
         state.holders += id
         state.counts(id) = 1L -> one
@@ -33,25 +34,28 @@ class LostExecutorsSuite extends AnyFunSuite {
       lost.foreach { case (id, _) => state.lost(id) }
       state.changed()
       val view = state.view
-      val listed = executors_.drop(42).map(_._1)
+      val listed = allCounts.drop(42).map(_._1)
       assert(view.lostExecutors == Vector("43", "44", "45") && view.askedBy == listed && view.forgottenExecutors == 42)
-      assert(view.executors.keys.toSeq == listed :+ Topology.Forgotten && state.holders.toSeq == listed && state.counts.size == 8)
-      assert(view.executors.values.map(_.totals).reduce(_ + _) == executors_.map(_._2.totals).reduce(_ + _))
-      assert(view.executors.values.toSeq.map(_.processes).sum == executors_.map(_._2.processes).sum && view.spansDropped == 100)
+      assert(view.executors.keys.toSeq == listed :+ Topology.Forgotten)
+      assert(state.holders.toSeq == listed && state.counts.size == 8)
+      assert(view.executors.values.map(_.totals).reduce(_ + _) == allCounts.map(_._2.totals).reduce(_ + _))
+      assert(view.executors.values.toSeq.map(_.processes).sum == allCounts.map(_._2.processes).sum)
+      assert(view.spansDropped == 100)
       (0 until 4).foreach { index => // for each listener
         def sum(all: Seq[(String, ExecutorCounts)]) = all.flatMap(_._2.listeners.find(_.index == index)).map(_.opens).sum
-        assert(sum(view.executors.toSeq) == sum(executors_))
+        assert(sum(view.executors.toSeq) == sum(allCounts))
       }
       val forgotten = view.executors.last._2
       assert(forgotten.deferred.isEmpty && forgotten.partitions.storing(PartitionCounts()) == forgotten.partitions)
       assert(Json.read[TopologyView](Json.write(view)) == view)
       val page = Views.page("topology", Views.model(view), "id" -> "t")
-      assert(Views.rows(page, "executors").last.take(2) == Seq("forgotten", "lost") && page.text.contains("42; their counts are in the row"))
+      assert(Views.rows(page, "executors").last.take(2) == Seq("forgotten", "lost"))
+      assert(page.text.contains("42; their counts are in the row"))
       assert(Views.rows(Views.page("", Views.model(view)), "topologies").head.slice(6, 8).contains("50"))
     }
   }
 
-  test("sums over all executors never decrease, and a late report of a forgotten one changes nothing") {
+  test("sums over all executors never decrease, and a late report of a forgotten executor changes nothing") {
     val random = new Random(3)
     val book = new TotalsBook(retainedLost = 5)
     var expected = Totals()

@@ -51,7 +51,7 @@ class SettingsSuite extends AnyFunSuite {
     assert(Settings.unknown(user) == Seq("spark.stagecrew.open.timeoutt"))
   }
 
-  test("Spark settings that cannot work are refused with the remedy") {
+  test("Spark settings that cannot work are refused, and the message names the setting") {
     Seq(DriverShim.DaemonModuleKey -> "mine.daemon", "spark.python.use.daemon" -> "false",
       "spark.sql.execution.udf.unified.execution.enabled" -> "true").foreach { case (key, value) =>
       val refused = intercept[IllegalArgumentException](DriverShim.configure(conf(key -> value)))
@@ -59,7 +59,7 @@ class SettingsSuite extends AnyFunSuite {
     }
   }
 
-  test("the plugin sets the daemon module, does not change the user's PYTHONPATH, and may run twice") {
+  test("the plugin sets the daemon module, does not change the user's PYTHONPATH, and can configure twice") {
     val user = conf("spark.executorEnv.PYTHONPATH" -> "mine")
     DriverShim.configure(user)
     assert(user.get(DriverShim.DaemonModuleKey) == DriverShim.DaemonModule)

@@ -25,19 +25,19 @@ class TabSuite extends AnyFunSuite {
     rows(page, table).head(headers.indexOf(header))
   }
 
-  test("the application is listed first, then active topologies, then closed ones, each newest first") {
-    val model = rows(overview(application, topology("a", state = "closed"), topology("b"), topology("c", state = "closed"),
-      topology("d", state = "closing")), "topologies")
-    assert(model.map(_(1)) == Seq("application", "d", "b", "c", "a"))
-    assert(model.head(5) == "1.0 min" && model.last(5) == "30 s")
+  test("the overview lists the application, then active topologies, then closed ones, each newest first") {
+    val listed = rows(overview(application, topology("a", state = "closed"), topology("b"),
+      topology("c", state = "closed"), topology("d", state = "closing")), "topologies")
+    assert(listed.map(_(1)) == Seq("application", "d", "b", "c", "a"))
+    assert(listed.head(5) == "1.0 min" && listed.last(5) == "30 s")
   }
 
-  test("a hint explains how to begin, only if there is no topology") {
+  test("a hint explains how to begin a topology, but only before the first one") {
     assert((overview(application) \\ "code").text.contains("topology("))
     assert((overview(application, topology("a")) \\ "code").isEmpty)
   }
 
-  test("the overview sums up a listener over executors, and a topology's page lists each executor") {
+  test("the overview shows the sum of a listener over all executors, and a topology's page shows each executor") {
     val one = ExecutorCounts(Vector(ListenerCounts(0, "pool", "worker", 3, 2, 1, 0, 1500, 0, "bad")))
     val view = topology("a").copy(executors = VectorMap("1" -> one, "2" -> one))
     assert(rows(overview(view), "listeners") == Seq(Seq("name of a", "pool", "worker", "2", "6", "4", "2", "0", "3.0 ms", "0.0 ms", "bad")))
@@ -45,14 +45,15 @@ class TabSuite extends AnyFunSuite {
   }
 
   test("an error is shortened to the line that describes it") {
-    def model(error: String, scope: String): String = rows(overview(topology("a", listeners = 1, error = error, scope = scope)), "listeners").head.last
-    assert(model("", "worker") == "")
-    assert(model("Traceback (most recent call last):\n  File \"x\", line 1, in f\nValueError: bad\n", "worker") == "ValueError: bad")
-    assert(model("java.io.IOException: bad\n\tat x.Y", "jvm") == "java.io.IOException: bad")
-    assert(model("x" * 500, "worker") == "x" * 119 + "\u2026")
+    def shown(error: String, scope: String): String =
+      rows(overview(topology("a", listeners = 1, error = error, scope = scope)), "listeners").head.last
+    assert(shown("", "worker") == "")
+    assert(shown("Traceback (most recent call last):\n  File \"x\", line 1, in f\nValueError: bad\n", "worker") == "ValueError: bad")
+    assert(shown("java.io.IOException: bad\n\tat x.Y", "jvm") == "java.io.IOException: bad")
+    assert(shown("x" * 500, "worker") == "x" * 119 + "\u2026")
   }
 
-  test("a topology's page shows its coordinators: events each way, waits, progress, percentiles") {
+  test("a topology's page shows its coordinators with events in both directions, waits, progress and percentiles") {
     val html = of(topology("a").copy(operators = Vector(operator("budget"))))
     def cell(header: String): String = row(html, "coordinators", header)
     assert(Seq("Name", "Events in", "Events out", "Requests", "Queued").map(cell) == Seq("budget", "6", "7", "8", "9"))
@@ -60,7 +61,7 @@ class TabSuite extends AnyFunSuite {
     assert(cell("Replies") == "1.1 ms / 2.2 ms / 3.3 ms / 4.4 ms" && cell("Acknowledgements") == "")
   }
 
-  test("a topology's page shows partitions by state and bytes for each executor, and their sums") {
+  test("a topology's page shows the numbers and sizes of partitions by state, for each executor and in total") {
     val html = of(busy("a"))
     assert(rows(html, "executors").map(_.take(9)) ==
       Seq("1", "2").map(id => Seq(id, "", "1", "2", "2.9 KiB", "4", "4.9 KiB", "6", "6.8 KiB")))
@@ -68,7 +69,7 @@ class TabSuite extends AnyFunSuite {
     assert(!html.text.contains("could not be deleted"))
   }
 
-  test("a topology's page and its JSON count partitions that could not be deleted, per executor and in total") {
+  test("a topology's page and its JSON count partitions that could not be deleted, for each executor and in total") {
     val view = busy("a").copy(executors = busy("a").executors.map { case (id, counts) => id -> counts.copy(partitions = counts.partitions.copy(releaseFailures = id.toLong)) })
     assert(Seq("1", "2").map(id => rows(of(view), "executors").find(_.head == id).get(9)) == Seq("1", "2"))
     assert(of(view).text.contains("12 released (13.7 KiB), 3 could not be deleted"))
@@ -93,17 +94,17 @@ class TabSuite extends AnyFunSuite {
     assert((html \\ "polyline").head \@ "points" == "1.0,13.0 99.0,1.0")
   }
 
-  test("the page of the stored job is linked if it exists, and shows its facts and steps") {
+  test("the page of the stored job shows facts and steps, and the menu links to it if there is a stored job") {
     val recovery = RecoveryView(VectorMap("job" -> "nightly", "term" -> "3"), Vector(StepView("load", "found", 1000, 2500), StepView("run", "running", 3000, 0)))
-    val with_ = PageModel(Snapshot(Vector.empty, Totals(), Vector.empty, Some(recovery)), 61000)
-    val html = page("jobs", with_)
+    val withJob = PageModel(Snapshot(Vector.empty, Totals(), Vector.empty, Some(recovery)), 61000)
+    val html = page("jobs", withJob)
     assert((html \\ "li").map(_.text) == Seq("Job: nightly", "Term: 3"))
     assert(rows(html, "steps").map(_.take(2)) == Seq(Seq("load", "found"), Seq("run", "running")) && rows(html, "steps")(1).last == "58 s")
     assert(html.text.contains("Steps (2)") && !html.text.contains("Listed are"))
-    val more = page("jobs", with_.copy(snapshot = with_.snapshot.copy(recovery = Some(recovery.copy(forgottenSteps = 300)))))
+    val more = page("jobs", withJob.copy(snapshot = withJob.snapshot.copy(recovery = Some(recovery.copy(forgottenSteps = 300)))))
     assert(more.text.contains("Steps (302)") && more.text.contains("The table lists running steps and the last ended steps (2)."))
     def linked(model: PageModel): Boolean = (page("", model) \\ "a").exists(_ \@ "href" == "/ui/stagecrew/jobs/")
-    assert(linked(with_) && !linked(model(application)) && page("jobs", model(application)).text.contains("does not run a stored job"))
+    assert(linked(withJob) && !linked(model(application)) && page("jobs", model(application)).text.contains("does not run a stored job"))
   }
 
   test("each page is also available as JSON, with its version") {
@@ -122,13 +123,13 @@ class TabSuite extends AnyFunSuite {
     }
   }
 
-  test("in an event log, the duration of a topology without an end is measured up to its last event") {
+  test("the duration of a topology without an end in an event log is measured up to its last event") {
     val view = topology("a")
     val html = page("topology", PageModel(snapshot(view), 90000, history = true, Map("a" -> 11000L), Map("a" -> Seq("a note"))), "id" -> "a")
     assert(html.text.contains("Duration so far: 10 s") && (html \\ "p").exists(p => p.text == "a note" && (p \@ "class").contains("alert")))
   }
 
-  test("the notes of a page from an event log are in its JSON, and a live page has none") {
+  test("the notes of a page from an event log are also in its JSON, and a live page has no notes") {
     def notes(model: PageModel): Map[String, Seq[String]] =
       Tab.pages(() => model).map(page => page.path -> Json.read[PageHead](page.json(PageRequest("", Map("id" -> "a")))).notes).toMap
     val old = Map("" -> Seq("as of yesterday"), "a" -> Seq("a note"))
@@ -138,7 +139,7 @@ class TabSuite extends AnyFunSuite {
     assert(notes(model(topology("a"))).values.forall(_.isEmpty) && notes(model(topology("a"))).size == 4)
   }
 
-  test("the title of a long Python error contains its end, and that of a JVM error its beginning") {
+  test("the title of a long Python error contains the end of the error, and that of a JVM error the beginning") {
     def title(scope: String): String = {
       val html = of(topology("a", listeners = 1, error = s"first\n${"x\n" * 4000}last", scope = scope))
       (html \\ "@title").map(_.text).find(_.contains("x\nx")).get

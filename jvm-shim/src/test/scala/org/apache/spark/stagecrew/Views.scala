@@ -8,7 +8,7 @@ import org.apache.spark.stagecrew.spark.PageRequest
 import org.apache.spark.stagecrew.ui.{OperatorView, PageModel, Snapshot, Span, Tab, TopologyView}
 import org.apache.spark.stagecrew.wire.Json
 
-/** Views of topologies for the suites that test pages. */
+/** Builds views of topologies for the suites that test pages, and reads the pages. */
 object Views {
   val Hostile = "<script>alert(1)</script>\"'&"
 
@@ -24,7 +24,8 @@ object Views {
       "eventsOut": 7, "requests": 8, "queued": 9, "waitsFor": "subtask 3 since 4 s",
       "replies": {"count": 10, "p50": 1100, "p95": 2200, "p99": 3300, "max": 4400}}""").put("name", name)
     val values = node.putObject("progress")
-    (if (progress.isEmpty) Seq("splits done" -> 4L, "splits left" -> 2L) else progress).foreach { case (what, value) => values.put(what, value) }
+    (if (progress.isEmpty) Seq("splits done" -> 4L, "splits left" -> 2L) else progress)
+      .foreach { case (label, value) => values.put(label, value) }
     Json.as[OperatorView](node)
   }
 
@@ -47,13 +48,13 @@ object Views {
     plain(<div>{page.html(PageRequest("/ui/stagecrew", parameters.toMap))}</div>).asInstanceOf[Elem]
   }
 
-  // Expands the groups in Spark's own tables, because `\\` does not search in them.
+  // Expands the groups in Spark's own tables, because `\\` does not search inside groups.
   private def plain(node: Node): Node = node match {
     case elem: Elem => elem.copy(child = elem.child.flatMap { case Group(nodes) => nodes; case other => Seq(other) }.map(plain))
     case other => other
   }
 
-  /** The texts of a table's cells. */
+  /** The texts of the cells of a table, row by row. */
   def rows(page: Elem, id: String): Seq[Seq[String]] =
     (page \\ "table").filter(_ \@ "id" == s"stagecrew-$id").flatMap(_ \\ "tr").map(_ \ "td").map(_.map(_.text.trim)).filter(_.nonEmpty)
 }

@@ -5,15 +5,15 @@ import scala.collection.immutable.VectorMap
 import scala.collection.mutable
 import executor._, ui._
 
-/** A report from the driver's Python about coordinators: the changed views by topology and operator use, and the sum
-  * over all coordinators. */
+/** A report from the driver's Python about coordinators: the changed views, by topology and operator use, and the sum
+  * over all coordinators that ever existed. */
 final case class Statistics(
   topologies: VectorMap[String, VectorMap[String, OperatorView]], totals: Option[OperatorView])
 
 /**
- * The coordinators of one topology. At most `limit` are listed: those without live evaluations are removed first. The
- * others are only in a sum, which is exact as long as at most `remembered` of them still report. Used by the driver's
- * loop only.
+ * The coordinators of one topology. At most `limit` coordinators are listed. Those without live evaluations are removed
+ * from the list first. Removed coordinators are only in a sum, which is exact as long as at most `remembered` of them
+ * still report. Used by the driver's loop only.
  */
 private[stagecrew] final class OperatorBook(
   limit: Int = OperatorBook.Limit, remembered: Int = OperatorBook.Remembered) {
@@ -23,7 +23,7 @@ private[stagecrew] final class OperatorBook(
   private val listed = new Bounded[String, (Long, OperatorView)](Int.MaxValue)((key, old) =>
     unlisted(key) = old._1 -> OperatorView.sum(Seq(old._2)))
 
-  /** Records the views of a frame with this sequence number. An older frame changes nothing. */
+  /** Records the views of a frame with this sequence number. A view is ignored if a newer frame had the same key. */
   def record(sequence: Long, updates: Iterable[(String, OperatorView)]): Unit = updates.foreach { case (key, view) =>
     if (unlisted.get(key).exists(_._1 < sequence)) unlisted(key) = sequence -> OperatorView.sum(Seq(view))
     else if (!unlisted.contains(key) && listed.get(key).forall(_._1 < sequence)) listed(key) = sequence -> view
@@ -44,13 +44,13 @@ private[stagecrew] final class OperatorBook(
 }
 
 private[stagecrew] object OperatorBook {
-  /** How many operator uses a topology lists, and how many more can still report. */
+  /** How many coordinators of a topology are listed, and how many of the removed ones are remembered. */
   val Limit = 500
   val Remembered = 10000
 }
 
-/** The last totals of each executor. At most `retainedLost` lost executors are kept. Older ones are only in a sum, and
-  * their late reports are ignored. Used by the driver's loop only. */
+/** The last totals of each executor. At most `retainedLost` lost executors are kept. Those that were lost earlier are
+  * only in a sum, and their late reports are ignored. Used by the driver's loop only. */
 private[stagecrew] final class TotalsBook(retainedLost: Int) {
   private val book = mutable.LinkedHashMap.empty[String, (Long, Totals)]
   private var evictedSum = Totals()
@@ -60,8 +60,8 @@ private[stagecrew] final class TotalsBook(retainedLost: Int) {
     book.remove(executor).foreach { case (_, totals) => evictedSum += totals }
   })
 
-  /** Records the totals of a report with this sequence number, unless a newer one was recorded. Returns whether the
-    * executor is still known. */
+  /** Records the totals of a report with this sequence number, unless a newer report was recorded. Returns false if the
+    * executor is forgotten. */
   def record(executor: String, sequence: Long, totals: Totals): Boolean = !forgotten.contains(executor) && {
     if (book.get(executor).forall(_._1 < sequence)) book(executor) = sequence -> totals
     true
@@ -76,31 +76,4 @@ private[stagecrew] final class TotalsBook(retainedLost: Int) {
 private[stagecrew] object TotalsBook {
   /** How many forgotten executors are remembered by id, so that their late reports are ignored. */
   val RememberedForgotten = 10000
-}
-
-/** The statistics of the whole application, for the pages of the UI. Used by the driver's loop only. */
-private[stagecrew] final class ApplicationStats {
-  val processes = new ProcessBook
-  var recovery = Option.empty[RecoveryView]
-  private var coordinators = 0L -> Option.empty[OperatorView]
-
-  /** Sums over all coordinators that ever existed. */
-  def sums: Option[OperatorView] = coordinators._2
-
-  /** Records statistics of coordinators. Returns the topologies that they belong to. */
-  def recordStatistics(sequence: Long, updates: Statistics, topologies: String => Option[Topology]): Seq[Topology] = {
-    if (sequence > coordinators._1) coordinators = sequence -> updates.totals
-    updates.topologies.toSeq.flatMap { case (id, operators) =>
-      topologies(id).map { topology => topology.operators.record(sequence, operators); topology }
-    }
-  }
-
-  /** Records the spans and processes of an executor's report. Returns the topologies of the spans. */
-  def recordReport(
-    executor: String, sequence: Long, report: ExecutorReport, topologies: String => Option[Topology]): Seq[Topology] = {
-    processes.record(report.processes)
-    report.spans.toSeq.flatMap { case (id, spans) =>
-      topologies(id).map { topology => topology.spans.record(executor, sequence, spans); topology }
-    }
-  }
 }

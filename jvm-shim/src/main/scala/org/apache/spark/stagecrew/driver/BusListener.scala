@@ -11,16 +11,16 @@ import executor._, spark._, wire._
 /** When the driver handles this event, it has handled all events that were posted before it. */
 private[stagecrew] final case class FlushMarker(latch: CountDownLatch) extends NotLogged
 
-/** The set of executors on which topologies close has changed: see `ExecutorPinning`. */
+/** The set of executors on which topologies are closing has changed: see `ExecutorPinning`. */
 private[stagecrew] final case class PinningChanged() extends NotLogged
 
 /** Passes Spark's events to the driver's loop. Spark may drop events, so the driver uses them only to react quickly,
-  * and does not rely on them. */
+  * and does not rely on them. Also counts failed opens, which executors report in messages, until their stage ends. */
 private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListener {
   import crew.{executions, inLoop, topologies}
 
-  /** Attempts with failed opens, by stage and partition. Spark does not count these attempts, and retries
-    * them forever. */
+  /** The attempts whose listeners could not be opened, by stage and partition. Spark does not count these attempts as
+    * failures, and would retry them forever. */
   private val openFailures = mutable.LinkedHashMap.empty[(Int, Int), mutable.HashSet[Long]]
 
   override def onJobStart(event: SparkListenerJobStart): Unit = {
@@ -30,11 +30,11 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
     inLoop {
       executions.jobStarted(event.jobId, event.stageIds)
       crew.userOf(topologyId).foreach(crew.partitions.used(_, shuffles, caches))
-      // If another thread has closed the topology of this thread, the job belongs to the application.
+      // If another thread has closed the topology of the job, the job belongs to the application.
       val chain = topologyId.flatMap(topologies.get).toSeq.flatMap(crew.chainOf).filter(_.state != "closed")
       val counted = (chain ++ topologies.get(Description.Application)).distinct
       counted.foreach(_.jobs += 1)
-      // If a query with AQE is cancelled between two of its jobs, it starts the next job.
+      // A query with AQE that is cancelled between two of its jobs still starts the next job.
       chain.flatMap(_.cancelled).headOption.foreach(reason => crew.sc.cancelJob(event.jobId, reason))
       crew.publish(counted: _*)
     }
@@ -42,7 +42,7 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
 
   override def onJobEnd(event: SparkListenerJobEnd): Unit = inLoop {
     executions.jobEnded(event.jobId)
-    openFailures.filterInPlace((of, _) => executions.hasStage(of._1))
+    openFailures.filterInPlace((key, _) => executions.hasStage(key._1))
     crew.endExecution(Executions.ofJob(event.jobId))
   }
 
@@ -69,8 +69,8 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
     case _ => ()
   }
 
-  /** An attempt could not open its listeners. At the limit of retries the driver cancels the stage with the cause.
-    * Called in the loop. */
+  /** Handles an executor's OPEN_FAILED message: an attempt could not open its listeners. When a partition has as many
+    * such attempts as Spark allows failures, the driver cancels the stage with the cause. Called in the loop. */
   def openFailed(frame: Frame): Unit = {
     val key = (frame.long("stage").toInt, frame.long("partition").toInt)
     val attempts = openFailures.getOrElseUpdate(key, mutable.HashSet.empty)

@@ -6,17 +6,18 @@ import java.util.concurrent.ConcurrentHashMap
 import spark._, wire._
 
 /**
- * The driver's side of coordination: forwards the frames of evaluations from executors to the driver's Python, and
- * back. It only knows the RPC endpoint of each executor. Python alone knows the evaluations and their states.
+ * The driver's side of coordination: forwards the frames of evaluations from executors to the driver's Python, and from
+ * Python to executors. Coordination knows only the RPC endpoint of each executor. The evaluations and their states are
+ * known only to Python.
  *
  * RPC threads never wait for Python (see `NonBlockingWriter`).
  */
 final class Coordination(settings: Settings, folder: () => java.io.File) extends LinkHandler {
   private val peers = new ConcurrentHashMap[String, Peer]()
   @volatile private var channels: Channels = _
-  /** One writer for each connection of Python. There is only one, except while Python reconnects. */
+  /** The writer of each connection from Python. There is only one connection, except while Python reconnects. */
   private val writers = new ConcurrentHashMap[Link, NonBlockingWriter]()
-  @volatile private var pythonWriter: NonBlockingWriter = _ // of the last connection
+  @volatile private var pythonWriter: NonBlockingWriter = _ // the writer of the last connection
   private var createdFolder: java.io.File = _
 
   /** The place file of the channel to the driver's Python. The first call creates the channel. */
@@ -32,7 +33,7 @@ final class Coordination(settings: Settings, folder: () => java.io.File) extends
 
   private val endpoint = Rpc.endpoint(Coordination.EndpointName, new Handler {
     override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = {
-      // Only the executor's id is read.
+      // Only the executor's id is read. The whole message is forwarded.
       from.foreach(peers.put(Frames.decodeMessage(message).text("executor"), _))
       if (pythonWriter != null) pythonWriter.put(message)
     }
@@ -54,11 +55,12 @@ final class Coordination(settings: Settings, folder: () => java.io.File) extends
 
   override def received(link: Link, frame: Frame): Unit = frame.kind match {
     case "READ" => Option(writers.get(link)).foreach(_.wasRead(frame.long("messages")))
-    case "TO" => Option(peers.get(frame.text("executor"))).foreach(_.send(frame.bytes("frames"))) // else it is lost
+    // An executor without a peer is lost.
+    case "TO" => Option(peers.get(frame.text("executor"))).foreach(_.send(frame.bytes("frames")))
     case other => throw new FrameException(s"the driver's Python does not send $other")
   }
 
-  /** Notifies the executors, so that their tasks do not wait for coordinators. A second call does nothing. */
+  /** Notifies the executors, so that their tasks stop waiting for coordinators. A second call does nothing. */
   override def disconnected(link: Link): Unit = Option(writers.remove(link)).foreach { writer =>
     writer.close()
     peers.values.forEach(_.send(Frames.encode("LOST", "driver", "the driver lost its connection to the coordinators")))

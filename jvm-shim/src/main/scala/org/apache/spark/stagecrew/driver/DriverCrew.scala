@@ -13,7 +13,7 @@ import executor._, partitions._, spark._, ui._, wire._
  * The plugin on the driver: it stores every topology, describes topologies to executors, and stores the counts of the
  * executors. `TopologyEnds` ends topologies, and `BusListener` handles Spark's events.
  *
- * The `loop` thread owns the state. RPC threads, the listener bus and calls from Python enqueue into it.
+ * The `loop` thread owns the state. RPC threads, the listener bus and calls from Python enqueue work into the loop.
  */
 final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLoop("stagecrew-driver") with Handler {
   import DriverCrew._
@@ -39,12 +39,13 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     () => SparkInternals.post(sc, PinningChanged()))
   private val ends = new TopologyEnds(this)
   private val events = new BusListener(this)
-  private val stats = new ApplicationStats
   private val totals = new TotalsBook(settings.retainedDeadExecutors)
-  private val migrates = SparkInternals.migrates(conf)
+  private val processes = new ProcessBook
+  private var coordinatorTotals = 0L -> Option.empty[OperatorView] // with the sequence number of the frame
+  private var storedJob = Option.empty[RecoveryView]
   private var lastLeaving = Option.empty[Long] // when a decommissioned executor was last seen
   @volatile private var published = Snapshot(Vector.empty, Totals())
-  private val eventLog = Option.when(SparkUi.hasEventLog(sc))(new EventLog(
+  private val eventLog = Option.when(SparkUi.hasEventLog(sc))(new EventLogWriter(
     settings.eventLogIntervalMs, settings.eventLogMaxEvents, () => System.currentTimeMillis(),
     SparkInternals.post(sc, _)))
 
@@ -63,7 +64,8 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
 
   // -- Calls from Python (any thread)
 
-  /** Adds listeners to the application topology, and sets whether it has operators. Called before the first task. */
+  /** Adds listeners to the application topology, and sets whether the application has operators. Called before the
+    * first task. */
   def registerApplication(added: Description): Unit = call {
     val application = topologies(Description.Application)
     val all = application.description.and(added)
@@ -83,14 +85,13 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     publish()
   }
 
-  /** Ends the topologies inside a topology, and then the topology. Completes when each executor has replied or timed
-    * out. */
+  /** Ends a topology, as described in `TopologyEnds.end`. */
   def end(id: String, timeoutMs: Long): CompletableFuture[Unit] = {
     Log.contained("finding the kept datasets")(partitions.findKept(related(id)))
     ends.end(id, timeoutMs)
   }
 
-  /** A topology, the topologies inside it, and those around it, according to the last snapshot. */
+  /** The ids of a topology, of the topologies inside it, and of those around it, according to the last snapshot. */
   private def related(id: String): Seq[String] = {
     val parents = published.topologies.iterator.flatMap(t => t.parent.map(t.id -> _)).toMap
     def outward(from: String): List[String] = from :: parents.get(from).map(outward).getOrElse(Nil)
@@ -109,7 +110,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     endAll(Seq(Description.Application))
   }
 
-  /** Cancels the jobs of a topology, and each new job of it until it has ended. */
+  /** Cancels the jobs of a topology, including jobs that start later, before the topology has ended. */
   def cancel(id: String, reason: String): Unit = call(topologies.get(id).foreach { topology =>
     topology.cancelled = Some(reason)
     cancelNow(topology)
@@ -118,9 +119,9 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   private def cancelNow(topology: Topology): Unit =
     topology.cancelled.foreach(reason => sc.cancelJobsWithTag(tag(topology.description.id), reason))
 
-  /** The running jobs, SQL executions and streaming queries of a topology, including those that have just started. */
+  /** The running jobs, SQL executions and streaming queries of a topology, including any that have just started. */
   def activity(id: String): Activity = Some(currentActivity(id)).filter(_.nonEmpty).getOrElse {
-    // The event of a start may still be in the queue. When a marker that is posted now arrives, it has been handled.
+    // The event of a start may still be in the queue. It has been handled when a marker that is posted now arrives.
     val handled = new CountDownLatch(1)
     SparkInternals.post(sc, FlushMarker(handled))
     handled.await(FlushTimeoutMs, TimeUnit.MILLISECONDS)
@@ -130,28 +131,30 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   private def currentActivity(id: String): Activity = call {
     val jobs = StagecrewScheduler.activeJobs(sc, TaskAttempts.TopologyProperty)
     val jobIds = jobs.collect { case (job, topology) if within(topology, id) => job }.toSeq.sorted
-    topologies.get(id) match {
-      case None => Activity(jobIds, Nil, Nil)
-      case Some(topology) =>
-        topology.executions.filterInPlace(StagecrewSql.executionRuns)
-        topology.queries.filterInPlace(StagecrewSql.queryRuns)
-        if (jobIds.nonEmpty) cancelNow(topology)
-        Activity(jobIds, topology.executions.toSeq.sorted, topology.queries.toSeq.sorted)
+    val found = topologies.get(id).toSeq
+    found.foreach { topology =>
+      topology.executions.filterInPlace(StagecrewSql.executionRuns)
+      topology.queries.filterInPlace(StagecrewSql.queryRuns)
+      if (jobIds.nonEmpty) cancelNow(topology)
     }
+    Activity(jobIds, found.flatMap(_.executions).sorted, found.flatMap(_.queries).sorted)
   }
 
   private def within(inner: String, outer: String): Boolean =
     inner == outer || topologies.get(inner).exists(t => chainOf(t).exists(_.description.id == outer))
 
   /** Records statistics of coordinators. */
-  def statistics(frame: Frame): Unit = {
-    val updates = Json.read[Statistics](frame.text("body"))
-    inLoop(publish(stats.recordStatistics(frame.long("sequence"), updates, topologies.get): _*))
+  def recordStatistics(frame: Frame): Unit = {
+    val (sequence, statistics) = (frame.long("sequence"), Json.read[Statistics](frame.text("body")))
+    inLoop {
+      if (sequence > coordinatorTotals._1) coordinatorTotals = sequence -> statistics.totals
+      publish(update(statistics.topologies)(_.operators.record(sequence, _)): _*)
+    }
   }
 
   /** Sets the state of the stored job that this application runs. */
-  def recovery(view: RecoveryView): Unit = inLoop {
-    stats.recovery = Some(view)
+  def setStoredJob(view: RecoveryView): Unit = inLoop {
+    storedJob = Some(view)
     publish()
   }
 
@@ -189,7 +192,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
               id => topologies.get(id).map(_.state).getOrElse("closed"), () => ends.claimRunning())
             if (leftBlocks.nonEmpty) pool.execute(() => ends.deleteLeftBlocks(leftBlocks))
             reply.send(Frames.encode("ORPHANS", Json.write(orphans)))
-          } catch { case Failure(error) => reply.fail(error) } // the executor sends it again
+          } catch { case Failure(error) => reply.fail(error) } // the executor sends the inventory again
         case other => reply.fail(new FrameException(s"an executor does not send $other"))
       }
     }
@@ -211,7 +214,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
       "DESCRIPTION", id, description.fold("")(_.body), description.fold(Vector.empty[Array[Byte]])(_.blobs)))
   }
 
-  /** Each execution has its own topology, for the application's listeners with the lifetime "execution". */
+  /** Begins the topology of an execution, which has the application's listeners with the lifetime "execution". */
   private def beginExecution(id: String): Unit = if (executions.mayBegin(id)) {
     val application = topologies(Description.Application).description
     add(application.copy(id = id, name = Executions.name(id), parent = None)(application.blobs), ExecutionKind)
@@ -220,23 +223,24 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   private[stagecrew] def endExecution(id: String): Unit =
     if (topologies.get(id).exists(_.state == "active")) { ends.end(id, settings.closeTimeoutMs); () }
 
-  /** Ends the topologies of executions that have ended according to Spark's own state, because events may
-    * be dropped. */
+  /** Ends the topologies of executions that have ended according to Spark's own state, because Spark may have dropped
+    * the events of their ends. Also forgets datasets and jobs that Spark does not know any more. */
   private def checkExecutions(): Unit = {
     executions.prune()
     partitions.prune()
     pinning.remind()
-    if (migrates && executors.keys.exists(SparkInternals.isDecommissioned(sc, _))) lastLeaving = Some(System.nanoTime())
+    if (partitions.migrates && executors.keys.exists(SparkInternals.isDecommissioned(sc, _)))
+      lastLeaving = Some(System.nanoTime())
     topologies.values.filter(t => t.kind == ExecutionKind && t.state == "active").map(_.description.id)
       .filterNot(executions.runs).toSeq.foreach(endExecution)
   }
 
-  /** Whether a decommissioned executor may be sending its outputs to others, or has just done so. */
+  /** Whether a decommissioned executor may be sending its outputs to other executors, or may have done so recently. */
   private def leaving: Boolean = lastLeaving.exists(System.nanoTime() - _ < LeavingNanos)
 
-  /** The topology that uses the datasets of a job with this topology: the innermost active one around it, because
-    * another thread may have ended the topology. None if it is closing and cancelled, because its jobs
-    * are cancelled. */
+  /** The topology that uses the datasets of a job that started in this topology: the topology itself, or the innermost
+    * active one around it, because another thread may have ended the topology. None if the topology is closing and
+    * cancelled, because its jobs are then cancelled too. */
   private[stagecrew] def userOf(topology: Option[String]): Option[String] = {
     val covering = topology.flatMap(topologies.get).toSeq.flatMap(chainOf).filter(_.state != "closed")
     if (covering.headOption.exists(_.state == "closing") && covering.exists(_.cancelled.nonEmpty)) None
@@ -249,10 +253,10 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
 
   private[stagecrew] def lost(executor: String): Unit = executors.remove(executor).foreach { _ =>
     coordination.lost(executor, s"executor $executor is lost")
-    stats.processes.lost(executor, System.currentTimeMillis())
+    processes.lost(executor, System.currentTimeMillis())
     totals.executorLost(executor)
     val affected = ends.lost(executor)
-    // Its partitions are lost, or an external shuffle service stores them.
+    // The executor stores no partitions any more: they are lost, or an external shuffle service stores them.
     val stored = topologies.values.filter(_.counts.contains(executor)).toSeq
     stored.foreach(_.counts.updateWith(executor)(_.map { case (sequence, counts) =>
       sequence -> counts.copy(partitions = counts.partitions.storing(PartitionCounts()))
@@ -260,26 +264,33 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     publish((affected ++ stored).distinct: _*)
   }
 
-  /** Records a report, unless a newer one has arrived. Returns its content. */
+  /** Records the parts of a report for which no newer report has arrived. Returns the whole report. */
   private[stagecrew] def reported(executor: String, frame: Frame): ExecutorReport = {
     val (sequence, report) = (frame.long("sequence"), Json.read[ExecutorReport](frame.text("body")))
     if (totals.record(executor, sequence, report.totals)) {
-      val newer = report.topologies.toSeq.flatMap { case (id, counts) =>
-        topologies.get(id).filter(_.counts.get(executor).forall(_._1 < sequence)).map { topology =>
-          topology.counts(executor) = sequence -> counts
-          topology
-        }
+      processes.record(report.processes)
+      val counted = update(report.topologies) { (topology, counts) =>
+        if (topology.counts.get(executor).forall(_._1 < sequence)) topology.counts(executor) = sequence -> counts
       }
-      publish((newer ++ stats.recordReport(executor, sequence, report, topologies.get)).distinct: _*)
+      publish(counted ++ update(report.spans)(_.spans.record(executor, sequence, _)): _*)
     }
     report
   }
 
-  /** Publishes a new snapshot. These topologies have changed. */
+  /** Updates topologies that are still listed, each with its value. Returns these topologies. */
+  private def update[T](values: Map[String, T])(f: (Topology, T) => Unit): Seq[Topology] = for {
+    (id, value) <- values.toSeq
+    topology <- topologies.get(id)
+  } yield {
+    f(topology, value)
+    topology
+  }
+
+  /** Publishes a new snapshot, in which the views of these topologies are computed again. */
   private[stagecrew] def publish(changed: Topology*): Unit = {
     changed.foreach(_.changed())
-    published = Snapshot(topologies.values.map(_.view).toVector, totals.sum, stats.processes.views,
-      stats.recovery, stats.sums, ends.forgotten)
+    published = Snapshot(topologies.values.map(_.view).toVector, totals.sum, processes.views, storedJob,
+      coordinatorTotals._2, ends.forgotten)
     eventLog.foreach(log => Log.contained("storing the state in the event log")(log.changed(published)))
   }
 
@@ -292,10 +303,10 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
 object DriverCrew {
   val EndpointName = "stagecrew"
 
-  /** How long outputs may still arrive after a decommissioned executor was last seen. */
+  /** How long outputs may still arrive at other executors after a decommissioned executor was last seen. */
   private val LeavingNanos = 60L * 1000 * 1000 * 1000
 
-  /** How long an exit waits for the listener bus at most. */
+  /** The maximum time that `activity` waits for the listener bus. */
   private val FlushTimeoutMs = 1000L
 
   val ApplicationKind = "application"

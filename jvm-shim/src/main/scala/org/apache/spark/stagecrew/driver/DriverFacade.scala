@@ -6,7 +6,8 @@ import java.util.concurrent.{ConcurrentHashMap, TimeUnit, TimeoutException}
 import org.apache.spark.sql.StagecrewSql
 import ui._, wire._
 
-/** Python on the driver calls these methods over py4j. They use simple types only, and return quickly. */
+/** The methods that Python calls on the driver over py4j. They use only simple types, and return quickly, except
+  * `awaitEnd`, `drain`, `end` and `activity`, which wait. */
 final class DriverFacade(crew: DriverCrew) {
   def version(): String = Shim.version
   def settings(): JMap[String, String] = Settings.known
@@ -23,9 +24,10 @@ final class DriverFacade(crew: DriverCrew) {
 
   private val ends = new ConcurrentHashMap[String, java.util.concurrent.Future[Unit]]()
 
-  /** Starts to end a topology. `awaitEnd` waits for it, and returns whether it has ended. */
+  /** Begins to end a topology. First searches for the partitions of kept datasets, which can take a long time. */
   def end(id: String, timeoutMs: Long): Unit = ends.computeIfAbsent(id, _ => crew.end(id, timeoutMs))
 
+  /** Waits until a topology has ended, but at most for this time. Returns whether the topology has ended. */
   def awaitEnd(id: String, ms: Long): Boolean = Option(ends.get(id)).forall { future =>
     try { future.get(ms, TimeUnit.MILLISECONDS); ends.remove(id); true } catch { case _: TimeoutException => false }
   }
@@ -35,7 +37,7 @@ final class DriverFacade(crew: DriverCrew) {
   /** The path of the place file of the channel to the coordinators on the driver. */
   def coordinationPlace(): String = crew.coordination.place.toString
 
-  /** Keeps the stored partitions of a dataset (a Dataset or a JavaRDD) at the end of the topology. */
+  /** Requests that the stored partitions of a dataset (a Dataset or a JavaRDD) are kept when the topology ends. */
   def keep(id: String, dataset: AnyRef): Unit = crew.partitions.keep(id, dataset)
 
   def stopQueries(id: String): Unit = crew.stopQueries(id)
@@ -50,11 +52,11 @@ final class DriverFacade(crew: DriverCrew) {
     Json.write(activity.copy(queries = activity.queries.map(run => StagecrewSql.queryName(run).getOrElse(run))))
   }
 
-  /** Enqueues the content of a STATISTICS frame. The driver handles it before calls that Python makes later. */
-  def statistics(frame: Array[Byte]): Unit = crew.statistics(Frames.decodeMessage(frame))
+  /** Enqueues the content of a STATISTICS frame. The driver handles the frame before any later call from Python. */
+  def statistics(frame: Array[Byte]): Unit = crew.recordStatistics(Frames.decodeMessage(frame))
 
   /** Sets the state of the stored job that Python runs. `body` is the JSON of a `RecoveryView`. */
-  def recovery(body: String): Unit = crew.recovery(Json.read[RecoveryView](body))
+  def recovery(body: String): Unit = crew.setStoredJob(Json.read[RecoveryView](body))
 
   /** The JSON of one topology, or of all if `id` is empty. Timelines and processes are left out, because they can be
     * long. */

@@ -30,7 +30,7 @@ final class DriverShim extends DriverPlugin {
   override def registerMetrics(application: String, plugin: PluginContext): Unit = {
     Shim.running(application, facade)
     hook = SparkInternals.addShutdownHook(driver = true)(() => crew.drain(crew.settings.shutdownTimeoutMs))
-    // A failure here does not stop the application: it runs without the tab.
+    // If this fails, the application runs without the tab.
     Log.contained("attaching the tab to the Spark UI")(Tab.attach(sc, crew))
   }
 
@@ -66,7 +66,7 @@ object DriverShim {
     trackPartitions(conf)
   }
 
-  /** Wraps the configured ShuffleDataIO, to book shuffle outputs, and lets tasks report their cached blocks. */
+  /** Wraps the configured ShuffleDataIO, which records shuffle outputs, and lets tasks report their cached blocks. */
   private def trackPartitions(conf: SparkConf): Unit = {
     if (SparkInternals.usesOldFetch(conf)) Log.log.warn(
       "spark.shuffle.useOldFetchProtocol names outputs by partition, not by attempt: partitions are not tracked, " +

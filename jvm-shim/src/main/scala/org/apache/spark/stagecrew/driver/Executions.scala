@@ -5,8 +5,8 @@ import scala.collection.mutable
 import wire._
 
 /**
- * Finds the execution (root SQL execution, RDD job or streaming query) of a stage or a query, and whether it still
- * runs.
+ * Finds the execution (root SQL execution, RDD job or streaming query) of a stage or a query, and whether the execution
+ * is still running.
  *
  * Spark's listener bus reports starts and ends late, or not at all if its queue is full. Spark's own state is then read
  * instead. Used by the driver's loop only. `schedule` runs a call in the loop after a delay in milliseconds.
@@ -26,24 +26,24 @@ private[stagecrew] final class Executions(sparkState: Executions.SparkState, sch
   def jobEnded(job: Int): Unit =
     jobsOfStage.mapValuesInPlace((_, jobs) => jobs - job).filterInPlace((_, jobs) => jobs.nonEmpty)
 
-  /** The execution of a stage. The tasks of a shared stage belong to the first running job
-    * (core/scheduler/DAGScheduler.scala). */
+  /** The execution of a stage. A stage that several jobs share belongs to the first running one, as in
+    * core/scheduler/DAGScheduler.scala. */
   private def jobOf(stage: Int): Option[String] =
     jobsOfStage.get(stage).flatMap(_.filter(sparkState.jobRuns).minOption).map(ofJob)
 
   /** Forgets ended jobs whose end events were dropped. */
   def prune(): Unit = jobsOfStage.valuesIterator.flatten.toSet.filterNot(sparkState.jobRuns).foreach(jobEnded)
 
-  /** Whether a running job has this stage. */
+  /** Whether this stage belongs to a job whose end is not known yet. */
   def hasStage(stage: Int): Boolean = jobsOfStage.contains(stage)
 
   def queryStarted(id: String, run: String): Unit = queries(id) = run
 
-  /** If the query was started again in the meantime, its new run is kept. */
+  /** Forgets a run of a query, unless the query has been started again in the meantime. */
   def queryEnded(id: String, run: String): Unit = if (queries.get(id).contains(run)) queries -= id
 
-  /** Finds the execution of `stage:<number>` or `query:<id>`, and passes it to `reply`, now or later. None if there is
-    * no execution. */
+  /** Finds the execution of `stage:<number>` or `query:<id>`, and passes it to `reply`, immediately or later. `reply`
+    * gets None if there is no execution. */
   def find(key: String)(reply: Option[String] => Unit): Unit = key.split(":", 2) match {
     case Array("query", id) => reply(queries.get(id).orElse(sparkState.queryRun(id)).map(ofQuery))
     case Array("stage", number) =>
@@ -62,13 +62,11 @@ private[stagecrew] final class Executions(sparkState: Executions.SparkState, sch
     case _ => reply(None)
   }
 
-  /** Whether an execution may begin: it runs according to the listener bus or to Spark's own state. */
-  def mayBegin(id: String): Boolean = runs(id) || (parts(id) match {
-    case Array("query", run) => queries.values.exists(_ == run)
-    case _ => false
-  })
+  /** Whether the topology of an execution may begin: the execution is running according to Spark's own state, or, for a
+    * query, according to the listener bus. */
+  def mayBegin(id: String): Boolean = runs(id) || queries.values.exists(ofQuery(_) == id)
 
-  /** Whether an execution runs according to Spark's own state. */
+  /** Whether an execution is running according to Spark's own state. */
   def runs(id: String): Boolean = parts(id) match {
     case Array("sql", number) => sparkState.sqlRuns(number.toLong)
     case Array("query", run) => sparkState.queryRuns(run)
@@ -87,7 +85,7 @@ private[stagecrew] object Executions {
     def queryRun(id: String): Option[String]
   }
 
-  /** How long to wait for the start event of a job. */
+  /** How long to wait for the start event of a job before Spark's own state is read. */
   val EventMs = 500L
 
   def ofJob(job: Int): String = s"${Description.ExecutionPrefix}job-$job"

@@ -6,12 +6,12 @@ import scala.collection.mutable
 import scala.jdk.CollectionConverters._
 
 /**
- * Pins the executors on which topologies close: Spark must not regard them as idle. The driver's loop makes the
- * changes. Spark is notified in the thread of its listeners, where it also counts tasks. A posted event may be dropped.
- * The next event or reminder then makes up for it, so every begin is followed by its end.
+ * Pins executors while topologies are closing on them, so that Spark does not remove them as idle. The driver's loop
+ * makes the changes. Spark is notified in the thread of its listeners, where Spark also counts tasks. A posted event
+ * may be dropped. The next event or reminder then makes up for it, so each pin is followed by its removal.
  *
- * @param pin notifies Spark that a topology begins to close on an executor, or has closed there
- * @param post posts an event that calls `notifySpark` in the listeners' thread; it may be dropped
+ * @param pin tells Spark that a topology begins to close on an executor (true), or has closed there (false)
+ * @param post posts an event that calls `notifySpark` in the listeners' thread. The event may be dropped
  */
 private[stagecrew] final class ExecutorPinning(pin: (String, Boolean) => Unit, post: () => Unit) {
   private val closing = ConcurrentHashMap.newKeySet[(String, String)]() // topology, executor
@@ -25,7 +25,7 @@ private[stagecrew] final class ExecutorPinning(pin: (String, Boolean) => Unit, p
   /** Posts again if an event may have been dropped. Called periodically. */
   def remind(): Unit = if (outdated) post()
 
-  /** Notifies Spark of the changes. Called in the listeners' thread. */
+  /** Tells Spark the changes since the last call. Called in the listeners' thread. */
   def notifySpark(): Unit = {
     outdated = false
     val now = closing.asScala.toSet

@@ -7,8 +7,8 @@ import scala.collection.mutable
 import executor._, spark._, ui._, wire._
 
 /**
- * The state of one topology on the driver. Used by the driver's loop only; other threads use `view`. The last
- * `retainedLost` lost executors are listed, and the older ones are only in a sum.
+ * The state of one topology on the driver. Used by the driver's loop only. Other threads see it as a `TopologyView` in
+ * `DriverCrew.snapshot`. The last `retainedLost` lost executors are listed, and the older ones are only in a sum.
  */
 private[stagecrew] final class Topology(
     var description: Description, val kind: String, retainedLost: Int = Int.MaxValue) {
@@ -16,21 +16,21 @@ private[stagecrew] final class Topology(
   val started: Long = System.currentTimeMillis()
   var ended = 0L
   var cancelled = Option.empty[String] // the reason
-  /** The executors that requested its description (`executors`), that may store partitions of it without having
-    * requested it (`holders`), that have not closed it yet (`pending`), and that had blocks of
-    * `caches` (`cachedOn`). */
+  /** Sets of executors: those that requested the topology's description (`executors`), those that may store partitions
+    * of the topology without having requested its description (`holders`), those that have not closed the topology yet
+    * (`pending`), and those that had blocks of `caches` (`cachedOn`). */
   val executors, holders, pending, cachedOn = mutable.LinkedHashSet.empty[String]
   val caches = mutable.LinkedHashSet.empty[Int] // cached datasets that the driver must unpersist
   val leftBlocks = mutable.ArrayBuffer.empty[SparkInternals.LeftBlocks] // files of lost executors, to be deleted
-  var releasing = false
-  val unclosed = mutable.ArrayBuffer.empty[String]
-  var waiters = List.empty[CompletableFuture[Unit]]
-  val counts = mutable.LinkedHashMap.empty[String, (Long, ExecutorCounts)]
+  var releasing = false // whether the driver has begun to release `caches` and `leftBlocks`
+  val unclosed = mutable.ArrayBuffer.empty[String] // descriptions of listeners and executors, for messages
+  val closed = new CompletableFuture[Unit]() // completes when the state is "closed"
+  val counts = mutable.LinkedHashMap.empty[String, (Long, ExecutorCounts)] // by executor, with the report's number
   var jobs = 0
   val operators = new OperatorBook
   val spans = new SpanBook
-  val executions = mutable.LinkedHashSet.empty[Long]
-  val queries = mutable.LinkedHashSet.empty[String]
+  val executions = mutable.LinkedHashSet.empty[Long] // running SQL executions
+  val queries = mutable.LinkedHashSet.empty[String] // run ids of running streaming queries
 
   private var forgottenCounts = ExecutorCounts()
   private val lostExecutors = new Bounded[String, Unit](retainedLost)((executor, _) => {
@@ -42,6 +42,7 @@ private[stagecrew] final class Topology(
   })
   private var cachedView = Option.empty[TopologyView]
 
+  /** The next `view` is computed again. */
   def changed(): Unit = cachedView = None
 
   def lost(executor: String): Unit = lostExecutors(executor) = ()

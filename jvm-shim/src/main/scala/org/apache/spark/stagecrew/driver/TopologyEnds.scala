@@ -6,31 +6,33 @@ import org.apache.spark.scheduler.StagecrewScheduler
 import executor._, partitions._, spark._, wire._
 
 /**
- * Ends topologies on the driver. The executors close a topology first. Then the driver releases the partitions that
- * only it can release, and the topology is closed. Used by the driver's loop only.
+ * Ends topologies on the driver. First the executors close a topology. Then the driver releases the partitions that
+ * only the driver can release, and the topology is closed. Used by the driver's loop only, except `end` (any thread)
+ * and `deleteLeftBlocks` (the threads of `pool`).
  */
 private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
   import crew.{executors, inLoop, partitions, pinning, pool, publish, sc, schedule, settings, topologies}
 
-  /** How long the driver waits for a reply in addition to the timeout of a topology. */
+  /** How much longer than the timeout of a topology the driver waits for an executor's reply. */
   private val ReplyMarginMs = 2000L
 
-  /** How long it takes at most, after the connection has closed, until the driver knows that an executor is lost. */
+  /** The maximum time from the end of an executor's connection until the driver knows that the executor is lost. */
   private val LostMs = 1000L
 
-  private val migrates = SparkInternals.migrates(SparkInternals.conf(sc))
   /** The number of closed topologies that are no longer listed. */
   var forgotten = 0
 
-  /** Ends the topologies inside a topology, and then the topology. Completes when each executor has replied or timed
-    * out. */
+  /** Ends the topologies inside a topology, and then the topology itself. The result completes when each executor has
+    * replied or timed out, and the topology is closed. */
   def end(id: String, timeoutMs: Long): CompletableFuture[Unit] = {
     val done = new CompletableFuture[Unit]()
     inLoop {
       val inside = topologies.values.filter(t => t.description.parent.contains(id) && t.state == "active").toSeq
       def endSelf(): Unit = topologies.get(id).filter(_.state != "closed") match {
         case None => done.complete(()); ()
-        case Some(topology) => endTopology(topology, timeoutMs, done)
+        case Some(topology) =>
+          topology.closed.whenComplete((_, _) => done.complete(()))
+          endTopology(topology, timeoutMs)
       }
       if (inside.isEmpty) endSelf()
       else CompletableFuture.allOf(inside.map(t => end(t.description.id, timeoutMs)): _*)
@@ -39,26 +41,25 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
     done
   }
 
-  private def endTopology(topology: Topology, timeoutMs: Long, done: CompletableFuture[Unit]): Unit = {
-    topology.waiters ::= done
+  private def endTopology(topology: Topology, timeoutMs: Long): Unit = {
     if (topology.state == "active") {
       topology.state = "closing"
-      val released = release(topology)
-      // A decommissioned executor sends its outputs to any other executor.
-      val everywhere = migrates && released.release.shuffles.nonEmpty
+      val release = decideRelease(topology)
+      // A decommissioned executor may have sent its outputs to any other executor.
+      val everywhere = partitions.migrates && release.shuffles.nonEmpty
       val contacted = if (everywhere) executors.values.toSeq
         else (topology.executors ++ topology.holders).toSeq.flatMap(executors.get)
       topology.pending ++= contacted.map(_.id)
       pinning.begins(topology.description.id, contacted.map(_.id))
-      val message = Frames.encode("END_TOPOLOGY", topology.description.id, timeoutMs, Json.write(released.release))
+      val message = Frames.encode("END_TOPOLOGY", topology.description.id, timeoutMs, Json.write(release))
       contacted.foreach(executor => executor.peer.ask(message, timeoutMs + ReplyMarginMs) {
         case Right(bytes) => inLoop {
           Log.contained(s"handling the reply of executor ${executor.id}")(
-            recordReply(topology, executor.id, bytes, released))
+            recordReply(topology, executor.id, bytes, release))
           executorReplied(topology, executor.id)
         }
-        // A connection may close shortly before its executor is known to be lost. The executor is then reported as
-        // lost.
+        // A connection may close shortly before the driver learns that the executor is lost. The wait ensures that the
+        // executor is then reported as lost.
         case Left(error) => schedule(if (error.isInstanceOf[TimeoutException]) 0 else LostMs) {
           if (topology.pending(executor.id)) {
             topology.unclosed += s"executor ${executor.id} did not reply: ${error.getMessage}"
@@ -71,19 +72,20 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
     publish(topology)
   }
 
-  /** Records an executor's reply: the unclosed listeners, the caches that the driver must release, and the shuffles
-    * whose outputs are still in the tracker, because Spark dropped the events of their jobs. */
-  private def recordReply(
-    topology: Topology, executor: String, bytes: Array[Byte], released: DriverPartitions.Released): Unit = {
+  /** Records an executor's reply: the unclosed listeners, and the caches that the driver must release. If the executor
+    * deleted outputs of shuffles that the driver did not release, because Spark dropped the events of their jobs, also
+    * drops these shuffles' outputs from the tracker. */
+  private def recordReply(topology: Topology, executor: String, bytes: Array[Byte], release: Release): Unit = {
     val report = crew.reported(executor, Frames.decodeMessage(bytes))
     topology.unclosed ++= report.unclosed
     topology.caches ++= report.caches
     if (report.caches.nonEmpty) topology.cachedOn += executor
-    topology.leftBlocks ++= partitions.drop(report.shuffles.diff(released.release.shuffles))
+    topology.leftBlocks ++= partitions.drop(report.shuffles.diff(release.shuffles))
   }
 
-  /** Releases the partitions that no other topology and no running job uses. */
-  private def release(topology: Topology): DriverPartitions.Released = {
+  /** Decides which partitions to release: those that no other topology and no running job uses. Drops the outputs of
+    * released shuffles from the tracker. */
+  private def decideRelease(topology: Topology): Release = {
     def notReleased(error: Throwable): Unit = Log.log.warn(
       s"the partitions of topology '${topology.description.name}' are not released, " +
         s"because the driver could not find out which jobs use them", error)
@@ -91,16 +93,16 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
     val known = try { claimRunning(); true } catch { case Failure(error) => notReleased(error); false }
     val outer = crew.chainOf(topology).tail.filter(_.state == "active").map(_.description.id)
     val policy = if (known) topology.description.release else DriverPartitions.KeepsAll
-    val released = try partitions.end(topology.description.id, policy, outer, before) catch {
-      case Failure(error) => notReleased(error); DriverPartitions.NothingReleased
+    val (release, caches) = try partitions.end(topology.description.id, policy, outer, before) catch {
+      case Failure(error) => notReleased(error); Release() -> Nil
     }
-    released.release.heirs.values.flatMap(topologies.get).foreach(_.holders ++= topology.executors ++ topology.holders)
-    topology.leftBlocks ++= released.leftBlocks
-    topology.caches ++= released.caches
-    released
+    release.heirs.values.flatMap(topologies.get).foreach(_.holders ++= topology.executors ++ topology.holders)
+    topology.leftBlocks ++= partitions.drop(release.shuffles)
+    topology.caches ++= caches
+    release
   }
 
-  /** Records that running jobs use their shuffles. The start event of a job may be late, or dropped. */
+  /** Records that running jobs use their shuffles, because the start event of a job may be late or dropped. */
   def claimRunning(): Unit =
     StagecrewScheduler.shufflesInUse(sc, TaskAttempts.TopologyProperty).foreach { case (topologyId, shuffles) =>
       crew.userOf(Some(topologyId).filter(_.nonEmpty)).foreach(partitions.used(_, shuffles, Nil))
@@ -113,7 +115,7 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
     publish(topology)
   }
 
-  /** When all executors have replied: releases the partitions that only the driver can release, and closes the
+  /** If all executors have replied, releases the partitions that only the driver can release, and closes the
     * topology. */
   private def closeIfReplied(topology: Topology): Unit =
     if (topology.state == "closing" && topology.pending.isEmpty && !topology.releasing) {
@@ -131,7 +133,7 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
     Log.contained(s"deleting files of executor ${blocks.executor}")(
       SparkInternals.deleteLeftBlocks(blocks, ReplyMarginMs)))
 
-  /** Lets executors count which blocks of these datasets were deleted. Then the topology is closed. */
+  /** Lets the executors count which blocks of these unpersisted datasets were deleted. Then closes the topology. */
   private def confirmUnpersisted(topology: Topology, unpersisted: Seq[Int]): Unit = {
     val name = topology.description.name
     val message = Frames.encode(
@@ -158,22 +160,20 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
   private def close(topology: Topology): Unit = if (topology.state == "closing") {
     topology.state = "closed"
     topology.ended = System.currentTimeMillis()
-    val waiters = topology.waiters
-    topology.waiters = Nil
     if (topology.unclosed.nonEmpty) Log.log.warn(s"topology '${topology.description.name}' has ended, " +
         s"but these have not closed: ${topology.unclosed.mkString("; ")}")
     topology.description = topology.description.copy()(Vector.empty) // a closed topology keeps no pickled listeners
-    val closed = topologies.values.filter(t => t.state == "closed" && t.kind != DriverCrew.ApplicationKind).toSeq
+    val listed = topologies.values.filter(t => t.state == "closed" && t.kind != DriverCrew.ApplicationKind).toSeq
     // The topology that ended last is always retained, because Python reads its report next.
-    val removed = closed.sortBy(_.ended).dropRight(settings.retainedTopologies)
+    val removed = listed.sortBy(_.ended).dropRight(settings.retainedTopologies)
     removed.foreach(t => topologies.remove(t.description.id))
     forgotten += removed.size
     SpanBook.trim(topologies.values)
     publish(topology)
-    waiters.foreach(_.complete(()))
+    topology.closed.complete(())
   }
 
-  /** An executor is lost: topologies no longer wait for it. Returns the topologies that it was part of. */
+  /** An executor is lost: topologies no longer wait for its reply. Returns the topologies that it was part of. */
   def lost(executor: String): Seq[Topology] = {
     topologies.values.foreach(_.holders -= executor)
     val affected = topologies.values

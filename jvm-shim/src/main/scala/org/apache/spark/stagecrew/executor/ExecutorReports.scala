@@ -54,11 +54,11 @@ private[stagecrew] final class ExecutorReports(crew: ExecutorCrew) {
       case Right(answer) => inLoop {
         partitions.inventorySent(delivered = true)
         val orphans = Json.read[Orphans](Frames.decodeMessage(answer).text("body"))
-        partitions.forget(orphans.gone.shuffles, orphans.gone.caches)
-        partitions.unclaimed(orphans.unclaimed)
-        partitions.stale(orphans.stale.map(stale => stale.shuffle -> stale.before).toMap)
-        orphans.ended.filter { case (topology, _) => partitions.has(topology) }.foreach { case (topology, release) =>
-          end(topology, settings.closeTimeoutMs, release, None)
+        partitions.table.forget(orphans.gone.shuffles, orphans.gone.caches)
+        partitions.deleteUnclaimed(orphans.unclaimed)
+        partitions.deleteStale(orphans.stale.map(stale => stale.shuffle -> stale.before).toMap)
+        orphans.ended.foreach { case (topology, release) =>
+          if (partitions.table.has(topology)) end(topology, settings.closeTimeoutMs, release, None)
         }
       }
     }
@@ -66,7 +66,7 @@ private[stagecrew] final class ExecutorReports(crew: ExecutorCrew) {
 
   /** Closes a topology that has ended, and then releases its partitions. */
   def end(topology: String, timeoutMs: Long, release: Release, reply: Option[Reply]): Unit = {
-    partitions.end(topology, release.ending)
+    partitions.table.end(topology, release)
     if (migrates) releases(topology) = release.shuffles.map(_ -> release.before).toMap
     closings.end(topology, timeoutMs, reply)
   }

@@ -5,47 +5,37 @@ import scala.collection.mutable
 import wire._
 
 /**
- * Which topologies use which stored datasets (shuffles, or cached datasets, by Spark's ids): a pure state machine.
+ * Records which topologies use which stored datasets (shuffles, or cached datasets, by Spark's ids). A pure state
+ * machine.
  *
  * A topology uses the datasets that its jobs write or read. The application topology uses the datasets of jobs without
- * a topology, and those that users keep.
+ * a named topology, and the datasets that users keep.
  */
 final class DatasetUsage {
-  private val users = mutable.HashMap.empty[Int, mutable.LinkedHashSet[String]]
-  // Without the datasets of the application, because they would grow without limit.
-  private val used = mutable.HashMap.empty[String, mutable.LinkedHashSet[Int]]
+  private val users = mutable.LinkedHashMap.empty[Int, mutable.LinkedHashSet[String]]
 
-  def use(topology: String, datasets: Iterable[Int]): Unit = datasets.foreach { dataset =>
-    users.getOrElseUpdate(dataset, mutable.LinkedHashSet.empty) += topology
-    if (topology != Description.Application) used.getOrElseUpdate(topology, mutable.LinkedHashSet.empty) += dataset
-  }
+  def use(topology: String, datasets: Iterable[Int]): Unit =
+    datasets.foreach(dataset => users.getOrElseUpdate(dataset, mutable.LinkedHashSet.empty) += topology)
 
-  /** The topology has ended. Returns the datasets that no other topology uses, and for each of its other datasets the
-    * heir: a topology that uses it. */
+  /** The topology has ended. Returns the datasets that only this topology used, and the heir of each of its other
+    * datasets. The application never stops using a dataset. */
   def end(topology: String): (Seq[Int], Map[Int, String]) = {
-    val datasets = used.remove(topology).toSeq.flatten
-    datasets.foreach(dataset => users.get(dataset).foreach { topologies =>
-      topologies -= topology
-      if (topologies.isEmpty) users -= dataset
-    })
-    val (shared, exclusive) = datasets.partition(users.contains)
+    val datasets = users.collect {
+      case (dataset, topologies) if topologies(topology) && topology != Description.Application => dataset
+    }.toSeq
+    datasets.foreach(users(_) -= topology)
+    val (exclusive, shared) = datasets.partition(users(_).isEmpty)
+    users --= exclusive
     (exclusive, shared.map(dataset => dataset -> heir(dataset).get).toMap)
   }
 
-  /** A topology that uses a dataset. The application only if no other does, because its partitions are
-    * never released. */
+  /** One of the topologies that use a dataset. It is the application only if no other topology uses the dataset,
+    * because the partitions of the application are never released. */
   def heir(dataset: Int): Option[String] =
     users.get(dataset).flatMap(ids => ids.find(_ != Description.Application).orElse(ids.headOption))
 
-  /** Forgets datasets that are no longer registered. */
-  def prune(registered: Int => Boolean): Unit = users.keys.filterNot(registered).toSeq.foreach { dataset =>
-    users.remove(dataset).toSeq.flatten.foreach { topology =>
-      used.get(topology).foreach { of =>
-        of -= dataset
-        if (of.isEmpty) used -= topology
-      }
-    }
-  }
+  /** Forgets datasets that are not registered with Spark any more. */
+  def prune(registered: Int => Boolean): Unit = users.filterInPlace((dataset, _) => registered(dataset))
 
-  def isEmpty: Boolean = users.isEmpty && used.isEmpty
+  def isEmpty: Boolean = users.isEmpty
 }

@@ -9,35 +9,37 @@ import org.apache.spark.scheduler.StagecrewScheduler
 import spark._, wire._
 
 /**
- * The bookkeeping on the driver: which topologies use which shuffles and cached datasets, and which of these are
- * released at the end of a topology. Used by the driver's loop, except `keep` and `findKept`.
+ * Records on the driver which topologies use which shuffles and cached datasets, and decides which of these the end of
+ * a topology releases. Used by the driver's loop only, except `keep` and `findKept`.
  *
- * Shuffles are never unregistered, because that aborts the jobs that run on them. The driver drops their outputs from
- * the MapOutputTracker before executors delete the files. A job that needs them again recomputes them.
+ * Shuffles are never unregistered, because unregistering a shuffle aborts the jobs that use it. The driver drops the
+ * outputs from the MapOutputTracker before executors delete the files. A job that needs the outputs again recomputes
+ * them.
  */
 private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   import DriverPartitions._
 
-  // False if Spark's own ShuffleDataIO does not store the outputs: they are not released then.
+  // False if shuffle outputs are not written through our ShuffleDataIO to executors' disks. They are then not released.
   private lazy val tracked = SparkInternals.tracksShuffles(sc)
   private val shuffles = new DatasetUsage
   private val caches = new DatasetUsage
   private val datasets = new ConcurrentHashMap[String, List[AnyRef]]() // topology -> the datasets to keep
-  private val kept = new ConcurrentHashMap[String, (Set[Int], Set[Int])]()
-  private val migrates = SparkInternals.migrates(SparkInternals.conf(sc))
-  private val stale = mutable.HashMap.empty[Int, Long] // released shuffles: older attempts' outputs are unused
+  private val kept = new ConcurrentHashMap[String, (Set[Int], Set[Int])]() // topology -> their shuffles and caches
+  /** Whether decommissioned executors send their outputs to other executors. */
+  val migrates: Boolean = SparkInternals.migrates(SparkInternals.conf(sc))
+  private val stale = mutable.HashMap.empty[Int, Long] // released shuffle -> `Release.before`, if executors migrate
 
-  /** A job of this topology needs these datasets. */
+  /** A job of this topology uses these datasets. */
   def used(topology: String, shuffled: Iterable[Int], cached: Iterable[Int]): Unit = {
     if (tracked) shuffles.use(topology, shuffled)
     caches.use(topology, cached)
   }
 
-  /** Keeps a dataset's partitions when the topology ends. */
+  /** Requests that the partitions of a dataset are kept when the topology ends. */
   def keep(topology: String, dataset: AnyRef): Unit = datasets.merge(topology, List(dataset), (a, b) => b ++ a)
 
-  /** Finds the stored partitions of the datasets that these topologies keep. Not called in the loop, because it can
-    * take long for large plans. */
+  /** Finds the stored partitions of the datasets that these topologies keep. Not called in the loop, because the search
+    * can take a long time in large plans. */
   def findKept(topologies: Iterable[String]): Unit = topologies.foreach { topology =>
     Option(datasets.get(topology)).foreach { toKeep =>
       var shuffled, cached = Set.empty[Int]
@@ -51,27 +53,27 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
     }
   }
 
-  /** Ends a topology inside the `outer` ones: drops the shuffles that no other topology uses from the tracker. All
-    * attempts `before` this id had begun when the usage of datasets was read. Returns what executors must release. */
-  def end(topology: String, policy: String, outer: Seq[String], before: Long): Released = {
+  /** Ends a topology inside the `outer` topologies. All attempts with ids below `before` had begun when the usage of
+    * datasets was read. Returns the partitions that executors must release, and the cached datasets that the driver
+    * must release. */
+  def end(topology: String, policy: String, outer: Seq[String], before: Long): (Release, Seq[Int]) = {
     datasets.remove(topology)
     Option(kept.remove(topology)).foreach { case (shuffled, cached) => used(Description.Application, shuffled, cached) }
     outer.foreach(id => Option(kept.get(id)).foreach { case (shuffled, cached) => used(id, shuffled, cached) })
     val (exclusive, heirs) = shuffles.end(topology)
     val (exclusiveCaches, cacheHeirs) = caches.end(topology)
     // Kept datasets belong to the application: the end of a topology that only reads them does not release them.
-    if (policy == KeepsAll) shuffles.use(Description.Application, exclusive ++ heirs.keys)
-    if (policy == KeepsAll) caches.use(Description.Application, cacheHeirs.keys)
+    if (policy == KeepsAll) used(Description.Application, exclusive ++ heirs.keys, cacheHeirs.keys)
     if (policy != ReleasesAll) caches.use(Description.Application, exclusiveCaches)
     val released = if (policy == KeepsAll) Nil else exclusive
     if (migrates) stale ++= released.map(_ -> before)
-    val release = Release(
-      policy != KeepsAll, policy == ReleasesAll, before, released.toVector, cacheHeirs.keys.toVector,
-      heirs.map { case (shuffle, heir) => shuffle.toString -> heir }.to(VectorMap))
-    Released(release, if (policy == ReleasesAll) exclusiveCaches else Nil, drop(released))
+    val release = Release(policy != KeepsAll, policy == ReleasesAll, before, released.toVector,
+      cacheHeirs.keys.toVector, heirs.to(VectorMap))
+    release -> (if (policy == ReleasesAll) exclusiveCaches else Nil)
   }
 
-  /** Drops outputs from the tracker. Returns the files of lost executors. */
+  /** Drops outputs of shuffles from the tracker. Returns the files of lost executors that their external shuffle
+    * service still stores. */
   def drop(shuffles: Iterable[Int]): Seq[SparkInternals.LeftBlocks] = if (!tracked) Nil else {
     lazy val alive = SparkInternals.executorsAlive()
     shuffles.toSeq.flatMap { shuffle =>
@@ -88,11 +90,12 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   def unused(cache: Int): Boolean = caches.heir(cache).isEmpty
 
   /**
-   * Reconciles the driver's state with the inventory that an executor reported. Returns the partitions that the
-   * executor must delete (of ended topologies, and of datasets that Spark has deleted), and the files of lost
-   * executors. `leaving` says that some executors are being decommissioned. They may still send outputs of released
-   * shuffles, which then return to the tracker and must be deleted again. `claim` finds the shuffles of running jobs.
-   * It is called before anything is deleted.
+   * Reconciles the driver's state with the inventory that an executor reported. Returns the reply to the executor, and
+   * the files of lost executors that must be deleted.
+   *
+   * @param leaving whether some executors are being decommissioned. They may still send outputs of released shuffles,
+   * which then return to the tracker and must be deleted again
+   * @param claim records the shuffles of running jobs. It is called before the driver decides that a shuffle is unused
    */
   def inventory(
       reported: Inventory, leaving: Boolean, stateOf: String => String,
@@ -102,6 +105,7 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
       claim()
       next
     }
+    // `before` is evaluated first, which records the shuffles of running jobs.
     def isUnused(shuffle: Int): Boolean = before >= 0 && shuffles.heir(shuffle).isEmpty
     val leftBlocks = mutable.ArrayBuffer.empty[SparkInternals.LeftBlocks]
     var ended = VectorMap.empty[String, Release]
@@ -114,16 +118,17 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
       else if (state == "active") used(topology, shuffled.filterNot(goneShuffles), cached.filterNot(goneCaches))
       else if (state == "closed") {
         val (exclusive, shared) = shuffled.filterNot(goneShuffles).partition(isUnused)
-        val heirs = shared.map(shuffle => shuffle.toString -> shuffles.heir(shuffle).get)
+        val heirs = shared.map(shuffle => shuffle -> shuffles.heir(shuffle).get).to(VectorMap)
         if (migrates) stale ++= exclusive.map(_ -> before)
-        ended += topology -> Release(true, blocks = false, before, exclusive, Vector.empty, heirs.to(VectorMap))
+        ended += topology -> Release(deleteOutputs = true, before = before, shuffles = exclusive, heirs = heirs)
         leftBlocks ++= drop(exclusive)
       }
     }
     leftBlocks ++= drop(unclaimed)
     if (migrates) stale ++= unclaimed.map(_ -> before)
     val late = if (leaving) stale.filter { case (shuffle, _) => isUnused(shuffle) } else Map.empty[Int, Long]
-    // A partly received output is not in the tracker, but Spark counts it as stored on the executor.
+    // A partly received output is not in the tracker, but Spark counts it as stored on the executor. Hence the executor
+    // reports its shuffle in `found`.
     leftBlocks ++= drop(late.keySet.filter(SparkInternals.hasOutputs) ++ reported.found.filter(isUnused))
     (Orphans(ended, Datasets(goneShuffles.toVector, goneCaches.toVector), unclaimed.toVector,
       late.map { case (shuffle, before) => StaleShuffle(shuffle, before) }.toVector), leftBlocks.toSeq)
@@ -141,12 +146,6 @@ private[stagecrew] object DriverPartitions {
   val ReleasesShuffles = "shuffles"
   val ReleasesAll = "all"
   val KeepsAll = "none"
-
-  /** The partitions that are released at the end of a topology. `leftBlocks` are files of lost executors that their
-    * external shuffle service still stores. */
-  final case class Released(release: Release, caches: Seq[Int], leftBlocks: Seq[SparkInternals.LeftBlocks])
-  val NothingReleased: Released =
-    Released(Release(false, false, 0, Vector.empty, Vector.empty, VectorMap.empty), Nil, Nil)
 }
 
 // Messages between the driver and its executors.
@@ -154,24 +153,37 @@ private[stagecrew] object DriverPartitions {
 /** Shuffles and cached datasets, by Spark's ids. */
 final case class Datasets(shuffles: Vector[Int], caches: Vector[Int])
 
-/** The stored datasets of each topology on an executor, and the shuffles of which it `found` and deleted
-  * stale outputs. */
+/** The stored datasets of each topology on an executor. `found` are the shuffles whose stale outputs the executor has
+  * found and deleted. */
 final case class Inventory(topologies: VectorMap[String, Datasets], found: Vector[Int])
 
-/** A released shuffle. The outputs of attempts with ids below `before` are unused. */
+/** A released shuffle. No topology uses the outputs of attempts with ids below `before`. */
 final case class StaleShuffle(shuffle: Int, before: Long)
 
-/** The reply to an inventory: the partitions that the executor must delete, and the datasets that Spark has deleted
-  * (`gone`). */
+/**
+ * The reply to an inventory.
+ *
+ * @param ended ended topologies that still have partitions on the executor, which it must close and release
+ * @param gone datasets that Spark has deleted, which the executor must forget
+ * @param unclaimed shuffles of the application that no topology uses: the executor must delete their outputs
+ * @param stale shuffles whose outputs may have returned from a decommissioned executor: they must be deleted again
+ */
 final case class Orphans(
     ended: VectorMap[String, Release], gone: Datasets, unclaimed: Vector[Int], stale: Vector[StaleShuffle])
 
-/** The partitions that an executor releases at the end of a topology: the outputs of `shuffles` from attempts with ids
-  * below `before`. The outputs of other shuffles pass to their heirs. */
+/**
+ * What an executor does with the partitions of a topology when the topology ends.
+ *
+ * @param deleteOutputs whether to delete the topology's outputs of shuffles without an heir
+ * @param deleteBlocks whether to delete the topology's cached blocks, except those of `keptCaches`
+ * @param before all attempts with ids below this one had begun when the driver decided. See `StaleShuffle`
+ * @param shuffles shuffles that no topology uses any more. Outputs of them that are recorded for the application are
+ * deleted too
+ * @param keptCaches cached datasets that other topologies use
+ * @param heirs for each shuffle that other topologies use, one of them: the outputs pass to it. If the heir is the
+ * application, Spark manages the outputs
+ */
 final case class Release(
-    outputs: Boolean, blocks: Boolean, before: Long, shuffles: Vector[Int], keptCaches: Vector[Int],
-    heirs: VectorMap[String, String]) {
-  def ending: Ending = Ending(outputs, blocks, heirs.map { case (shuffle, heir) =>
-    shuffle.toInt -> Some(heir).filterNot(_ == Description.Application)
-  }, keptCaches.toSet, shuffles.toSet)
-}
+    deleteOutputs: Boolean = false, deleteBlocks: Boolean = false, before: Long = 0,
+    shuffles: Vector[Int] = Vector.empty, keptCaches: Vector[Int] = Vector.empty,
+    heirs: VectorMap[Int, String] = VectorMap.empty)

@@ -1,6 +1,7 @@
 package org.apache.spark.stagecrew
 package partitions
 
+import scala.collection.immutable.VectorMap
 import scala.collection.mutable
 import executor._, wire._
 
@@ -10,17 +11,8 @@ final case class Output(shuffle: Int, map: Long)
 /** One block of a cached dataset. */
 final case class CachedBlock(rdd: Int, partition: Int)
 
-/**
- * The partitions that an executor releases at the end of a topology. A shuffle that other topologies use passes to one
- * of them, its heir. The heir None is the application: Spark manages its partitions. Other outputs are deleted if
- * `outputs` is set. Cached blocks are deleted if `blocks` is set, except those of `keptCaches`, which other topologies
- * use. No topology uses the `unclaimed` shuffles: their outputs that are booked under the application are deleted too.
- */
-final case class Ending(
-    outputs: Boolean, blocks: Boolean = false, heirs: Map[Int, Option[String]] = Map.empty,
-    keptCaches: Set[Int] = Set.empty, unclaimed: Set[Int] = Set.empty)
-
-/** Partitions of a topology that must be deleted, with their sizes. The driver unpersists the cached datasets. */
+/** The partitions of a topology that must be deleted, with their sizes. The executor deletes the outputs. The driver
+  * unpersists the cached datasets. */
 final case class Deletions(outputs: Map[Output, Long] = Map.empty, blocks: Map[CachedBlock, Long] = Map.empty) {
   def caches: Set[Int] = blocks.keySet.map(_.rdd)
 }
@@ -29,152 +21,131 @@ final case class Deletions(outputs: Map[Output, Long] = Map.empty, blocks: Map[C
  * The stored partitions of each topology on one executor: a pure state machine, without Spark, files or a clock.
  *
  * {{{
- *   set up --finished--> finished --end--> (passes to an heir immediately, if there is one) --release--> deleted
+ *   in progress --finished--> finished --end--> (passes to an heir immediately, if there is one) --release--> deleted
  *      \--failed, or its attempt has ended--> forgotten
  *      \--finished, but its topology has ended--> passes to an heir, or the task's thread deletes it
  * }}}
  *
- * Only its own task ends a partition in progress. Counts are derived from sets of live partitions. The time of an
- * operation does not depend on the number of stored partitions. Unknown ids are ignored. Thread-safe.
+ * Only its own attempt ends an output in progress. Counts are derived from the stored partitions. The time of a task's
+ * calls does not depend on the number of stored partitions. Unknown ids are ignored. Thread-safe.
  *
- * It follows Flink's TaskExecutorPartitionTracker and PartitionTable, but its keys are topologies. The end of an
- * attempt is the signal for an unfinished output, because SortShuffleWriter never calls abort.
+ * The table follows Flink's TaskExecutorPartitionTracker and PartitionTable, but its keys are topologies. An unfinished
+ * output is forgotten when its attempt ends, because SortShuffleWriter never calls abort.
  */
 final class PartitionTable {
-  private final class Outputs {
-    val maps = mutable.HashMap.empty[Long, Long]
-    var bytes = 0L
-  }
-  private final class Holding {
-    val shuffles = mutable.HashMap.empty[Int, Outputs]
-    val blocks = mutable.HashMap.empty[CachedBlock, Long]
-    var outputs, outputBytes, blockBytes = 0L
+  private final class StoredPartitions {
+    val shuffles = mutable.HashMap.empty[Int, mutable.HashMap[Long, Long]] // sizes by shuffle and `Output.map`
+    val blocks = mutable.HashMap.empty[CachedBlock, Long] // sizes
     def isEmpty: Boolean = shuffles.isEmpty && blocks.isEmpty
 
-    def remove(shuffle: Int): Option[Outputs] = shuffles.remove(shuffle).map { found =>
-      outputs -= found.maps.size
-      outputBytes -= found.bytes
-      found
-    }
+    /** Removes the outputs of a shuffle, and returns them with their sizes. */
+    def remove(shuffle: Int): Seq[(Output, Long)] =
+      shuffles.remove(shuffle).toSeq.flatMap(_.map { case (map, bytes) => Output(shuffle, map) -> bytes })
 
-    def add(output: Output, bytes: Long): Unit = {
-      val of = shuffles.getOrElseUpdate(output.shuffle, new Outputs)
-      val before = of.maps.put(output.map, bytes)
-      if (before.isEmpty) outputs += 1
-      of.bytes += bytes - before.getOrElse(0L)
-      outputBytes += bytes - before.getOrElse(0L)
-    }
-  }
-  private final class Attempt(val owner: String) {
-    val outputs = mutable.HashSet.empty[Output]
+    def removeOutputs(): Seq[(Output, Long)] = shuffles.keys.toSeq.flatMap(remove)
   }
 
-  private val holdings = mutable.HashMap.empty[String, Holding]
-  private val attempts = mutable.HashMap.empty[Long, Attempt] // only those with outputs in progress
-  private val endings = mutable.HashMap.empty[String, Ending]
+  private val storedOf = mutable.HashMap.empty[String, StoredPartitions] // by topology
+  private val inProgress = mutable.HashMap.empty[Output, String] // with the topology of its attempt
+  private val endings = mutable.HashMap.empty[String, Release] // of ended topologies until `release`
   private val changedTopologies = mutable.HashSet.empty[String]
   private var driverIsLost = false
 
-  /** An attempt of this topology begins to write an output. */
-  def setUp(attempt: Long, owner: String, output: Output): Unit = synchronized {
-    attempts.getOrElseUpdate(attempt, new Attempt(owner)).outputs += output
+  /** An attempt of topology `owner` begins to write an output. */
+  def setUp(owner: String, output: Output): Unit = synchronized {
+    inProgress(output) = owner
     changedTopologies += owner
   }
 
-  /** The output is written. Returns its topology if the caller must delete the output: the topology has ended, and no
+  /** An output is written. If the caller must delete the output, returns its topology: the topology has ended, and no
     * other topology uses the output. */
-  def finished(attempt: Long, output: Output, bytes: Long): Option[String] = synchronized {
-    remove(attempt, output).flatMap { owner =>
-      val ending = if (driverIsLost) Some(Ending(outputs = true)) else endings.get(owner)
+  def finished(output: Output, bytes: Long): Option[String] = synchronized {
+    remove(output).flatMap { owner =>
+      val ending = if (driverIsLost) Some(Release(deleteOutputs = true)) else endings.get(owner)
       ending match {
         case None => add(owner, output, bytes); None
         case Some(end) => end.heirs.get(output.shuffle) match {
-          case Some(heir) => heir.foreach(add(_, output, bytes)); None
-          case None => if (end.outputs) Some(owner) else None
+          case Some(heir) => passTo(heir, output, bytes); None
+          case None => Option.when(end.deleteOutputs)(owner)
         }
       }
     }
   }
 
-  /** The attempt failed to write the output. */
-  def failed(attempt: Long, output: Output): Unit = synchronized { remove(attempt, output); () }
+  /** An attempt failed to write an output. */
+  def failed(output: Output): Unit = synchronized { remove(output); () }
 
   /** The attempt has ended: its unfinished outputs are forgotten. */
-  def attemptEnded(attempt: Long): Unit = synchronized {
-    attempts.remove(attempt).foreach(gone => changedTopologies += gone.owner)
-  }
+  def attemptEnded(attempt: Long): Unit = synchronized(inProgress.keys.filter(_.map == attempt).toSeq.foreach(remove))
 
-  /** An attempt stored a block, or dropped it (`None`). */
-  def block(owner: String, block: CachedBlock, bytes: Option[Long]): Unit = synchronized {
+  /** An attempt of topology `owner` stored a block of this size, or dropped it (`None`). */
+  def blockChanged(owner: String, block: CachedBlock, bytes: Option[Long]): Unit = synchronized {
     bytes match {
-      case Some(size) if !endings.contains(owner) && !driverIsLost =>
-        val holding = holdings.getOrElseUpdate(owner, new Holding)
-        holding.blockBytes += size - holding.blocks.put(block, size).getOrElse(0L)
+      case Some(size) => if (!endings.contains(owner) && !driverIsLost) {
+        storedOf.getOrElseUpdate(owner, new StoredPartitions).blocks(block) = size
         changedTopologies += owner
-      case Some(_) => ()
-      case None => holdings.foreach { case (topology, holding) =>
-        holding.blocks.remove(block).foreach { size =>
-          holding.blockBytes -= size
-          changedTopologies += topology
-        }
       }
+      case None =>
+        storedOf.foreach { case (topology, stored) =>
+          if (stored.blocks.remove(block).nonEmpty) changedTopologies += topology
+        }
         prune()
     }
   }
 
-  /** The topology has ended. Outputs of shuffles that other topologies use pass to these, even if they finish later.
+  /** The topology has ended. Outputs of shuffles with an heir pass to the heir, including outputs that finish later.
     * Other outputs that finish later are deleted immediately. */
-  def end(topology: String, ending: Ending): Unit = synchronized {
+  def end(topology: String, release: Release): Unit = synchronized {
     if (!endings.contains(topology)) {
-      // If the heir itself has ended, or ends later, its own heir gets the shuffle.
-      val heirs = ending.heirs.flatMap { case (shuffle, heir) => successor(heir, shuffle).map(shuffle -> _) }
-      endings(topology) = ending.copy(heirs = heirs)
-      endings.mapValuesInPlace((_, other) =>
-        if (!other.heirs.valuesIterator.contains(Some(topology))) other else other.copy(
-        heirs = other.heirs.flatMap { case (shuffle, heir) => successor(heir, shuffle).map(shuffle -> _) }))
-      heirs.foreach { case (shuffle, heir) => holdings.get(topology).foreach(move(_, shuffle, heir)) }
-      ending.unclaimed.foreach(shuffle =>
-        holdings.get(Description.Application).foreach(move(_, shuffle, Some(topology))))
+      // If an heir has ended, or ends later, its own heir gets the shuffle.
+      def resolved(ending: Release): Release = ending.copy(
+        heirs = ending.heirs.flatMap { case (shuffle, heir) => successor(heir, shuffle).map(shuffle -> _) })
+      endings(topology) = resolved(release)
+      endings.mapValuesInPlace((_, ending) => resolved(ending))
+      endings(topology).heirs.foreach { case (shuffle, heir) => move(topology, shuffle, heir) }
+      release.shuffles.foreach(move(Description.Application, _, topology))
       changedTopologies += topology
       prune()
     }
   }
 
-  /** Follows heirs that have ended to one that has not. None if an ended heir released the shuffle. */
-  private def successor(heir: Option[String], shuffle: Int): Option[Option[String]] = heir.flatMap(endings.get) match {
-    case None => Some(heir)
-    case Some(ended) => ended.heirs.get(shuffle).orElse(if (ended.outputs) None else Some(None))
+  /** The heir of a shuffle if it has not ended, otherwise its own heir. None if an ended heir has released the
+    * shuffle. The application remains the heir even after its end. */
+  private def successor(heir: String, shuffle: Int): Option[String] =
+    endings.get(heir).filter(_ => heir != Description.Application) match {
+      case None => Some(heir)
+      case Some(ended) => ended.heirs.get(shuffle).orElse(Option.when(!ended.deleteOutputs)(Description.Application))
+    }
+
+  private def move(from: String, shuffle: Int, to: String): Unit = storedOf.get(from).foreach { stored =>
+    stored.remove(shuffle).foreach { case (output, bytes) => passTo(to, output, bytes) }
   }
 
-  private def move(from: Holding, shuffle: Int, heir: Option[String]): Unit = from.remove(shuffle).foreach { moved =>
-    heir.foreach(to => moved.maps.foreach { case (map, bytes) => add(to, Output(shuffle, map), bytes) })
-  }
-
-  /** No topology uses these shuffles: removes and returns the outputs that are booked under the application. */
-  def unclaimed(shuffles: Iterable[Int]): Deletions = synchronized {
-    holdings.get(Description.Application) match {
-      case None => Deletions()
-      case Some(holding) =>
-        changedTopologies += Description.Application
-        val outputs = shuffles.toSeq.flatMap(shuffle => holding.remove(shuffle).toSeq.flatMap(written(shuffle, _)))
-        prune()
-        Deletions(outputs.toMap)
+  /** Removes and returns the outputs of these shuffles that are recorded for the application. No topology uses the
+    * shuffles. */
+  def removeUnclaimed(shuffles: Iterable[Int]): Map[Output, Long] = synchronized {
+    storedOf.get(Description.Application).fold(Map.empty[Output, Long]) { stored =>
+      changedTopologies += Description.Application
+      val outputs = shuffles.toSeq.flatMap(stored.remove)
+      prune()
+      outputs.toMap
     }
   }
 
   /** Whether the topology has stored partitions or partitions in progress. */
   def has(topology: String): Boolean =
-    synchronized(holdings.contains(topology) || attempts.valuesIterator.exists(_.owner == topology))
+    synchronized(storedOf.contains(topology) || inProgress.valuesIterator.contains(topology))
 
-  /** The topology has no attempts any more. Removes its partitions, and returns those that must be deleted. If the
-    * driver has not ended the topology, this executor is shutting down, and the partitions remain booked: `driverLost`
-    * returns them if the driver is lost. */
+  /** Called when the topology has no attempts left. Removes its partitions, and returns those that must be deleted. If
+    * `end` was not called before, this executor is shutting down. The partitions then remain in the table, and
+    * `driverLost` returns their outputs if the driver is lost. */
   def release(topology: String): Deletions = synchronized {
-    (for (ending <- endings.remove(topology); holding <- holdings.remove(topology)) yield {
+    (for (ending <- endings.remove(topology); stored <- storedOf.remove(topology)) yield {
       changedTopologies += topology
-      Deletions(if (ending.outputs) all(holding).toMap else Map.empty,
-        if (ending.blocks) holding.blocks.toMap.filterNot { case (block, _) => ending.keptCaches(block.rdd) }
-          else Map.empty)
+      val kept = ending.keptCaches.toSet
+      Deletions(
+        if (ending.deleteOutputs) stored.removeOutputs().toMap else Map.empty,
+        if (ending.deleteBlocks) stored.blocks.filterNot { case (block, _) => kept(block.rdd) }.toMap else Map.empty)
     }).getOrElse(Deletions())
   }
 
@@ -182,9 +153,9 @@ final class PartitionTable {
     * that finish later are deleted too. */
   def driverLost(): Seq[Output] = synchronized {
     driverIsLost = true
-    val outputs = holdings.values.toSeq.flatMap(all).map(_._1)
-    changedTopologies ++= holdings.keys
-    holdings.clear()
+    val outputs = storedOf.values.toSeq.flatMap(_.removeOutputs()).map(_._1)
+    changedTopologies ++= storedOf.keys
+    storedOf.clear()
     endings.clear()
     outputs
   }
@@ -192,59 +163,56 @@ final class PartitionTable {
   /** Forgets datasets that Spark has deleted. */
   def forget(shuffles: Iterable[Int], caches: Iterable[Int]): Unit = synchronized {
     val gone = caches.toSet
-    holdings.foreach { case (topology, holding) =>
-      shuffles.foreach(shuffle => if (holding.remove(shuffle).nonEmpty) changedTopologies += topology)
-      if (gone.nonEmpty) holding.blocks.filterInPlace { (block, size) =>
-        val remains = !gone(block.rdd)
-        if (!remains) {
-          holding.blockBytes -= size
-          changedTopologies += topology
-        }
-        remains
-      }
+    storedOf.foreach { case (topology, stored) =>
+      val before = stored.blocks.size
+      if (gone.nonEmpty) stored.blocks.filterInPlace((block, _) => !gone(block.rdd))
+      val forgotten = shuffles.toSeq.flatMap(stored.remove)
+      if (forgotten.nonEmpty || stored.blocks.size < before) changedTopologies += topology
     }
     prune()
   }
 
   /** The counts of the partitions of a topology. */
-  def stored(topology: String): PartitionCounts = synchronized {
-    val inProgress = attempts.valuesIterator.filter(_.owner == topology).map(_.outputs.size.toLong).sum
-    holdings.get(topology).map(h =>
-      PartitionCounts(inProgress, h.outputs, h.outputBytes, h.blocks.size.toLong, h.blockBytes))
-      .getOrElse(PartitionCounts(inProgress))
+  def counts(topology: String): PartitionCounts = synchronized {
+    val stored = storedOf.getOrElse(topology, new StoredPartitions)
+    PartitionCounts(
+      inProgress = inProgress.valuesIterator.count(_ == topology).toLong,
+      outputs = stored.shuffles.valuesIterator.map(_.size.toLong).sum,
+      outputBytes = stored.shuffles.valuesIterator.flatMap(_.valuesIterator).sum,
+      blocks = stored.blocks.size.toLong, blockBytes = stored.blocks.valuesIterator.sum)
   }
 
-  /** The shuffles and cached datasets of each topology. */
-  def inventory: Map[String, (Set[Int], Set[Int])] = synchronized {
-    holdings.view.mapValues(h => (h.shuffles.keySet.toSet, h.blocks.keysIterator.map(_.rdd).toSet)).toMap
+  /** The stored datasets of each topology, with sorted ids. */
+  def inventory: VectorMap[String, Datasets] = synchronized {
+    storedOf.view.mapValues(stored => Datasets(stored.shuffles.keys.toVector.sorted,
+      stored.blocks.keysIterator.map(_.rdd).distinct.toVector.sorted)).to(VectorMap)
   }
 
-  /** The topologies that changed since the last call. */
-  def changed(): Set[String] = synchronized {
+  /** Returns the topologies that have changed since the last call. */
+  def takeChanged(): Set[String] = synchronized {
     val found = changedTopologies.toSet
     changedTopologies.clear()
     found
   }
 
-  def isEmpty: Boolean = synchronized(holdings.isEmpty && attempts.isEmpty && endings.isEmpty)
+  def isEmpty: Boolean = synchronized(storedOf.isEmpty && inProgress.isEmpty && endings.isEmpty)
+
+  /** Spark manages the outputs that pass to the application. */
+  private def passTo(heir: String, output: Output, bytes: Long): Unit =
+    if (heir != Description.Application) add(heir, output, bytes)
 
   private def add(owner: String, output: Output, bytes: Long): Unit = {
-    holdings.getOrElseUpdate(owner, new Holding).add(output, bytes)
+    storedOf.getOrElseUpdate(owner, new StoredPartitions).shuffles
+      .getOrElseUpdate(output.shuffle, mutable.HashMap.empty)(output.map) = bytes
     changedTopologies += owner
   }
 
-  private def remove(attempt: Long, output: Output): Option[String] =
-    attempts.get(attempt).filter(_.outputs.remove(output)).map { found =>
-      if (found.outputs.isEmpty) attempts -= attempt
-      changedTopologies += found.owner
-      found.owner
-    }
+  /** Removes an output in progress. Returns its topology. */
+  private def remove(output: Output): Option[String] = {
+    val owner = inProgress.remove(output)
+    changedTopologies ++= owner
+    owner
+  }
 
-  private def all(holding: Holding): Iterator[(Output, Long)] =
-    holding.shuffles.iterator.flatMap { case (shuffle, outputs) => written(shuffle, outputs) }
-
-  private def written(shuffle: Int, outputs: Outputs): Iterator[(Output, Long)] =
-    outputs.maps.iterator.map { case (map, bytes) => Output(shuffle, map) -> bytes }
-
-  private def prune(): Unit = holdings.filterInPlace((_, holding) => !holding.isEmpty)
+  private def prune(): Unit = storedOf.filterInPlace((_, stored) => !stored.isEmpty)
 }

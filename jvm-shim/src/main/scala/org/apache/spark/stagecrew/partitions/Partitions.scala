@@ -7,15 +7,16 @@ import scala.collection.immutable.VectorMap
 import executor._, wire._
 
 /**
- * Books the partitions of topologies on this executor, and deletes them. Tasks book their outputs in their own threads.
- * Outputs are deleted in `pool`. But if an output finishes after the end of its topology, its task's thread deletes it.
+ * Records the partitions of topologies on this executor, and deletes them. Tasks record their outputs in their own
+ * threads. Outputs are deleted in `pool`, except an output that finishes after the end of its topology: the thread of
+ * its task deletes it.
  */
 final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: ExecutorService, disk: Partitions.Disk) {
   import Partitions._
 
-  private val table = new PartitionTable
+  val table = new PartitionTable
   /** The last inventory that was sent. None if it may not have reached the driver. Used by the loop only. */
-  private var sentInventory = Option(Map.empty[String, (Set[Int], Set[Int])])
+  private var sentInventory = Option(VectorMap.empty[String, Datasets])
   private var unchangedReports = 0 // used by the loop only
   private val deletions = ConcurrentHashMap.newKeySet[CompletableFuture[_]]()
   private var staleScan = CompletableFuture.completedFuture(())
@@ -23,35 +24,37 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   private var reportedStale = Set.empty[Int]
   /** Cached blocks of closed topologies that the driver has not unpersisted yet. */
   private val unconfirmed = new ConcurrentHashMap[String, Map[CachedBlock, Long]]()
-  private val staleShuffles = ConcurrentHashMap.newKeySet[Int]() // with stale outputs that were deleted
+  private val staleShuffles = ConcurrentHashMap.newKeySet[Int]() // shuffles whose stale outputs were deleted
 
-  /** An attempt begins to write an output. None if it belongs to no topology: only Spark manages the output then. */
-  private[stagecrew] def setUp(attempt: Long, output: Output): Option[Booking] = ownerOf(attempt).map { owner =>
-    table.setUp(attempt, owner, output)
-    new Booked(attempt, output)
+  /** An attempt begins to write an output. Returns None if the attempt belongs to no topology: only Spark manages the
+    * output then. */
+  private[stagecrew] def setUp(output: Output): Option[OutputInProgress] = ownerOf(output.map).map { owner =>
+    table.setUp(owner, output)
+    new OutputInProgress(output)
   }
 
-  /** An output that is being written. Used by its task's thread only. */
-  private[stagecrew] final class Booked(attempt: Long, output: Output) extends Booking {
-    override def finished(lengths: Array[Long]): Unit = {
+  /** An output that a task is writing. Used by the task's thread only. */
+  private[stagecrew] final class OutputInProgress(output: Output) {
+    /** The output is written. `lengths` are the sizes of its partitions. */
+    def finished(lengths: Array[Long]): Unit = {
       val bytes = lengths.sum
-      table.finished(attempt, output, bytes).foreach(topology => delete(topology, Map(output -> bytes)))
+      table.finished(output, bytes).foreach(topology => delete(topology, Map(output -> bytes)))
     }
-    override def failed(): Unit = table.failed(attempt, output)
+    def failed(): Unit = table.failed(output)
+
+    def reportingFailure[T](f: => T): T = try f catch { case error: Throwable => failed(); throw error }
   }
 
-  /** An attempt has ended. `blocks` are the cached blocks that it stored, with their sizes, or dropped. Called before
-    * the attempt leaves its topologies. */
+  /** An attempt has ended. `blocks` are the cached blocks that the attempt stored, with their sizes, or dropped (None).
+    * Called before the attempt leaves its topologies. */
   def attemptEnded(attempt: Long, blocks: Seq[(CachedBlock, Option[Long])]): Unit = {
     if (blocks.nonEmpty) ownerOf(attempt).foreach(owner =>
-      blocks.foreach { case (block, bytes) => table.block(owner, block, bytes) })
+      blocks.foreach { case (block, bytes) => table.blockChanged(owner, block, bytes) })
     table.attemptEnded(attempt)
   }
 
-  /** The topology has ended. */
-  def end(topology: String, ending: Ending): Unit = table.end(topology, ending)
-
-  /** The topology has no attempts any more: deletes its partitions. Also deletes `stale` outputs (see `stale`). */
+  /** Called when an ended topology has no attempts left: deletes its outputs. Its cached blocks remain until the driver
+    * has unpersisted them. Also deletes the outputs that `deleteStale` would delete. */
   def release(topology: String, stale: Map[Int, Long]): CompletableFuture[Deletions] = {
     val released = table.release(topology)
     if (released.blocks.nonEmpty) unconfirmed.put(topology, released.blocks)
@@ -64,7 +67,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   }
 
   /** The driver has unpersisted these datasets: counts the blocks of the topology that were deleted, and those that
-    * were not. */
+    * could not be deleted. */
   def unpersisted(topology: String, datasets: Set[Int]): Unit = Option(unconfirmed.remove(topology)).foreach { blocks =>
     val (failed, deleted) = blocks.filter { case (block, _) => datasets(block.rdd) }
       .partition { case (block, _) => disk.has(block) }
@@ -74,48 +77,44 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   /** Whether the driver has not yet confirmed the release of the topology's cached datasets. */
   def awaitsUnpersist(topology: String): Boolean = unconfirmed.containsKey(topology)
 
-  /** No topology uses these shuffles: deletes outputs on disk from attempts before the given one of each shuffle. */
-  def stale(before: Map[Int, Long]): Unit = if (before.nonEmpty && staleScan.isDone) {
+  /** No topology uses the outputs of these shuffles from attempts with ids below the given one. Deletes such outputs if
+    * they are on the executor's disks. */
+  def deleteStale(before: Map[Int, Long]): Unit = if (before.nonEmpty && staleScan.isDone) {
     if (staleCalls % ScanEvery == 0) staleScan = inPool(removeStale(before))
     staleCalls += 1
   }
 
-  /** No topology uses these shuffles: deletes the outputs that are booked under the application. */
-  def unclaimed(shuffles: Iterable[Int]): Unit = {
-    val released = table.unclaimed(shuffles)
-    if (released.outputs.nonEmpty) { inPool(delete(Description.Application, released.outputs)); () }
+  /** No topology uses these shuffles: deletes those of their outputs that are recorded for the application. */
+  def deleteUnclaimed(shuffles: Iterable[Int]): Unit = {
+    val outputs = table.removeUnclaimed(shuffles)
+    if (outputs.nonEmpty) { inPool(delete(Description.Application, outputs)); () }
   }
 
-  def has(topology: String): Boolean = table.has(topology)
-
-  /** The driver is lost: deletes all finished outputs, and later those that are still being written. */
+  /** The driver is lost: deletes all finished outputs, and those that finish later. */
   def driverLost(): Unit = {
     val outputs = table.driverLost()
     unconfirmed.clear()
     if (outputs.nonEmpty) { inPool(outputs.foreach(output => remove(output))); () }
   }
 
-  /** Waits for the deletions in progress, within the timeout. The end of the process would interrupt them. */
+  /** Waits for the deletions in progress, at most for this time. The end of the process would interrupt them. */
   def awaitDeletions(ms: Long): Unit =
     try { CompletableFuture.allOf(deletions.toArray(Array.empty[CompletableFuture[_]]): _*)
       .get(ms, TimeUnit.MILLISECONDS); () }
     catch { case _: TimeoutException =>
       Log.log.warn(s"shuffle files are still being deleted after $ms ms: some may be left on the disk") }
 
-  /** Forgets datasets that Spark has deleted. */
-  def forget(shuffles: Iterable[Int], caches: Iterable[Int]): Unit = table.forget(shuffles, caches)
-
-  /** Updates the ledger. Used by the loop only, as is `inventory`. */
-  def updateLedger(): Unit = table.changed().foreach(updateLedger)
+  /** Updates the counts of all changed topologies in the ledger. Used by the loop only, as is `inventory`. */
+  def updateLedger(): Unit = table.takeChanged().foreach(updateLedger)
 
   def updateLedger(topology: String): Unit = {
-    val stored = table.stored(topology)
+    val stored = table.counts(topology)
     val known = ledger.of(topology).partitions
     if (known.storing(stored) != known) ledger.change(topology)(c => c.copy(partitions = c.partitions.storing(stored)))
   }
 
-  /** The datasets of each topology, to be sent to the driver. None if it has them already, and not for long; `always`
-    * returns them in any case. */
+  /** The inventory to be sent to the driver. None if nothing has changed since the last one, which the driver has, and
+    * which was sent recently. If `always` is set, the result is never None. */
   def inventory(always: Boolean): Option[Inventory] = {
     val now = table.inventory
     unchangedReports += 1
@@ -125,16 +124,13 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     else {
       sentInventory = Some(now)
       unchangedReports = 0
-      Some(Inventory(now.map { case (topology, (shuffles, caches)) =>
-        topology -> Datasets(shuffles.toVector, caches.toVector) }.to(VectorMap), reportedStale.toVector))
+      Some(Inventory(now, reportedStale.toVector))
     }
   }
 
-  /** The last inventory has reached the driver, or may not have. */
+  /** The last inventory has reached the driver (`delivered`), or may have been lost. */
   def inventorySent(delivered: Boolean): Unit =
     if (delivered) reportedStale.foreach(staleShuffles.remove) else sentInventory = None
-
-  def isEmpty: Boolean = table.isEmpty
 
   private def inPool[T](f: => T): CompletableFuture[T] = {
     val done = CompletableFuture.supplyAsync[T](() => f, pool)
@@ -174,28 +170,21 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
 }
 
 object Partitions {
-  /** Receives the reports of a shuffle writer about one output. */
-  private[stagecrew] trait Booking {
-    def finished(lengths: Array[Long]): Unit
-    def failed(): Unit
-
-    final def reportingFailure[T](f: => T): T = try f catch { case error: Throwable => failed(); throw error }
-  }
-
   /** The storage of this executor. */
   private[stagecrew] trait Disk {
-    /** Deletes an output. Returns false if files of it are left. */
+    /** Deletes an output. Returns false if some of its files are left. */
     def delete(output: Output): Boolean
     /** Whether a cached block is stored here. */
     def has(block: CachedBlock): Boolean
-    /** All outputs of these shuffles, booked or not. A decommissioned executor may have sent some of them. */
+    /** All outputs of these shuffles, including those that are not in the table, because a decommissioned executor
+      * sent them. */
     def outputsOf(shuffles: Set[Int]): Seq[Output]
   }
 
   /** An unchanged inventory is sent again after this many reports, because the driver may have lost it. */
   private val RepeatAfter = 10
 
-  /** One in this many calls of `stale` lists the disks. */
+  /** One in this many calls of `deleteStale` lists the files on the disks. */
   private val ScanEvery = 4
 
   // Spark creates the ShuffleDataIO by class name, so it finds the executor's `Partitions` here. A JVM has one

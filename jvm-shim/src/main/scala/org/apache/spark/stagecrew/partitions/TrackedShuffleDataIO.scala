@@ -3,15 +3,15 @@ package partitions
 
 import java.io.File
 import java.util.{Collections, HashMap => JHashMap, Map => JMap, Optional}
-import org.apache.spark.{SparkConf, TaskContext}
+import org.apache.spark.SparkConf
 import org.apache.spark.shuffle.api._
 import org.apache.spark.shuffle.api.metadata.MapOutputCommitMessage
 import spark._
 
 /**
- * Wraps the configured ShuffleDataIO (the delegate), and books its outputs in this executor's `Partitions`. Data is not
- * copied, because the delegate writes it. Outputs are not booked if the delegate stores them outside the executors'
- * disks, or if the shuffle manager is not Spark's own.
+ * Wraps the configured ShuffleDataIO (the delegate), and records its outputs in this executor's `Partitions`. Data is
+ * not copied, because the delegate writes it. Outputs are not recorded if the delegate stores them outside the
+ * executors' disks, or if the shuffle manager is not Spark's own.
  */
 final class TrackedShuffleDataIO(conf: SparkConf) extends ShuffleDataIO {
   import TrackedShuffleDataIO._
@@ -48,27 +48,27 @@ object TrackedShuffleDataIO {
 
   private final class TrackedExecutor(delegate: ShuffleExecutorComponents, usesSparkManager: Boolean)
     extends ShuffleExecutorComponents {
-    private var tracked = usesSparkManager
+    private var isTracked = usesSparkManager
 
     override def initializeExecutor(application: String, executor: String, config: JMap[String, String]): Unit = {
-      tracked = usesSparkManager && !"true".equals(config.get(ElsewhereKey))
+      isTracked = usesSparkManager && !"true".equals(config.get(ElsewhereKey))
       delegate.initializeExecutor(application, executor, config)
     }
 
     override def createMapOutputWriter(shuffle: Int, map: Long, partitions: Int): ShuffleMapOutputWriter =
-      booked(shuffle, map) match {
+      tracked(shuffle, map) match {
         case None => delegate.createMapOutputWriter(shuffle, map, partitions)
-        case Some(booking) =>
-          val writer = booking.reportingFailure(delegate.createMapOutputWriter(shuffle, map, partitions))
+        case Some(output) =>
+          val writer = output.reportingFailure(delegate.createMapOutputWriter(shuffle, map, partitions))
           new ShuffleMapOutputWriter {
             override def getPartitionWriter(partition: Int): ShufflePartitionWriter =
               writer.getPartitionWriter(partition)
             override def commitAllPartitions(checksums: Array[Long]): MapOutputCommitMessage = {
               val message = writer.commitAllPartitions(checksums)
-              booking.finished(message.getPartitionLengths)
+              output.finished(message.getPartitionLengths)
               message
             }
-            override def abort(error: Throwable): Unit = try writer.abort(error) finally booking.failed()
+            override def abort(error: Throwable): Unit = try writer.abort(error) finally output.failed()
           }
       }
 
@@ -76,21 +76,18 @@ object TrackedShuffleDataIO {
       shuffle: Int, map: Long): Optional[SingleSpillShuffleMapOutputWriter] = {
       val writer = delegate.createSingleFileMapOutputWriter(shuffle, map)
       if (!writer.isPresent) writer
-      else booked(shuffle, map) match {
+      else tracked(shuffle, map) match {
         case None => writer
-        case Some(booking) => Optional.of(new SingleSpillShuffleMapOutputWriter {
+        case Some(output) => Optional.of(new SingleSpillShuffleMapOutputWriter {
           override def transferMapSpillFile(file: File, lengths: Array[Long], checksums: Array[Long]): Unit = {
-            booking.reportingFailure(writer.get.transferMapSpillFile(file, lengths, checksums))
-            booking.finished(lengths)
+            output.reportingFailure(writer.get.transferMapSpillFile(file, lengths, checksums))
+            output.finished(lengths)
           }
         })
       }
     }
 
-    private def booked(shuffle: Int, map: Long): Option[Partitions.Booking] = if (!tracked) None else for {
-      partitions <- Partitions.here
-      task <- Option(TaskContext.get())
-      booking <- partitions.setUp(task.taskAttemptId(), Output(shuffle, map))
-    } yield booking
+    private def tracked(shuffle: Int, map: Long): Option[Partitions#OutputInProgress] =
+      Partitions.here.filter(_ => isTracked).flatMap(_.setUp(Output(shuffle, map)))
   }
 }

@@ -5,7 +5,7 @@ import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
 import spark._, wire._
 
-/** The page of the stored job that this application runs: its facts and its steps. */
+/** The page of the stored job that this application runs: the facts and the steps of the job. */
 private[stagecrew] object JobPage {
   def html(model: PageModel, request: PageRequest): Seq[Node] = model.snapshot.recovery match {
     case None => <p>This application does not run a stored job. To submit a job that survives its driver, use
@@ -28,6 +28,5 @@ private[stagecrew] object JobPage {
   private def columns(model: PageModel): Seq[Column[StepView]] = Seq(
     Column.text("Step")(_.name), Column.text("State", "found: an earlier run has stored its result")(_.state),
     Column.date("Started")(_.started), Column.date("Ended")(_.ended),
-    Column.duration("Duration")(step =>
-      if (step.started <= 0) 0L else math.max(0L, (if (step.ended > 0) step.ended else model.now) - step.started)))
+    Column.duration("Duration")(step => if (step.started <= 0) 0L else model.elapsed(step.started, step.ended)))
 }

@@ -13,13 +13,14 @@ private[stagecrew] object OverviewPage {
   def html(model: PageModel, request: PageRequest): Seq[Node] = {
     val all = model.snapshot.topologies
     val topologies = Table("topologies", ordered(all), columns(model, request))
-    val listeners = Table("listeners", topologies.rows.flatMap(sums), listenerColumns(request))
+    val listeners = Table("listeners", topologies.rows.flatMap(sums),
+      Column.of("Topology")((_: Row).topology.name)(row => <td>{Tab.topology(request, row.topology)}</td>) +:
+        listenerColumns(Column.several("Executors")((_: Row).executors))(_.sum))
     val tables = new Tables(request, "", Nil, topologies, listeners)
     val totals = model.snapshot.totals
     val forgotten = model.snapshot.forgottenTopologies
     val listed = all.filter(_.kind != DriverCrew.ApplicationKind).groupBy(_.state).view.mapValues(_.size).toMap
-    val states = (if (forgotten > 0) listed.updated("closed", listed.getOrElse("closed", 0) + forgotten)
-      else listed).toSeq.sortBy(_._1)
+    val states = listed.updated("closed", listed.getOrElse("closed", 0) + forgotten).filter(_._2 > 0).toSeq.sorted
     Seq[NodeSeq](eventLogNotes(model),
       Show.facts(
         "Topologies" -> Show.fact(states.map { case (state, count) => s"$count $state" }.mkString(", ") +
@@ -49,7 +50,7 @@ private[stagecrew] object OverviewPage {
     if (all.isEmpty) "" else s"${running.size} running with $memory of memory, ${all.size - running.size} ended"
   }
 
-  /** The application first, then active topologies, then closed ones, each with the newest first. */
+  /** The application, then topologies that have not closed, then closed ones. In each group the newest comes first. */
   private def ordered(topologies: Seq[TopologyView]): Seq[TopologyView] =
     topologies.reverse.sortBy(t => if (t.kind == DriverCrew.ApplicationKind) 0 else if (t.state != "closed") 1 else 2)
 
@@ -78,14 +79,9 @@ private[stagecrew] object OverviewPage {
     .groupBy(_._2.index).toSeq.sortBy(_._1).map { case (_, rows) =>
       Row(topology, rows.map(_._1), rows.map(_._2).reduce(_ + _)) }
 
-  private def listenerColumns(request: PageRequest): Seq[Column[Row]] = Seq(
-    Column.of("Topology")((_: Row).topology.name)(row => <td>{Tab.topology(request, row.topology)}</td>),
-    Column.several("Executors")((_: Row).executors)).patch(1, counts[Row](_.sum).take(2), 0) ++
-      counts[Row](_.sum).drop(2)
-
-  /** The columns of the counts of a listener. */
-  def counts[T](f: T => ListenerCounts): Seq[Column[T]] = Seq(
-    Column.text("Listener")(f(_).name), Column.text("Scope")(f(_).scope), Column.number("Opens")(f(_).opens),
+  /** The columns of a listener and its counts. `executors` is the column of the executors that the counts are from. */
+  def listenerColumns[T](executors: Column[T])(f: T => ListenerCounts): Seq[Column[T]] = Seq(
+    Column.text("Listener")(f(_).name), Column.text("Scope")(f(_).scope), executors, Column.number("Opens")(f(_).opens),
     Column.number("Closes")(f(_).closes), Column.number("Failures")(f(_).failures),
     Column.number("Lost", "Opens in processes that ended without a close")(f(_).lost),
     Column.micros("Time in open")(f(_).openMicros), Column.micros("Time in close")(f(_).closeMicros),

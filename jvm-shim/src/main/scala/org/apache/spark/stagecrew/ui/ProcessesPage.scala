@@ -33,7 +33,7 @@ private[stagecrew] object ProcessesPage {
     Column.text("Executor")(_.executor), Column.text("Host")(_.host), Column.text("Role")(_.role),
     Column.number("Process")(_.pid), Column.text("State")(p => if (p.ended > 0) "ended" else "running"),
     Column.date("Started")(_.started), Column.date("Ended")(_.ended),
-    Column.duration("Duration")(p => math.max(0L, (if (p.ended > 0) p.ended else model.now) - p.started)),
+    Column.duration("Duration")(process => model.elapsed(process.started, process.ended)),
     overTime("Memory", "Resident memory: the last sample, and all samples over time")(_.rss, SparkUi.formatBytes),
     overTime("CPU", "In cores, since the previous sample")(_.cpu, cores),
     overTime("Threads", "")(_.threads, _.toString), overTime("Files", "Open file descriptors")(_.files, _.toString))

@@ -6,8 +6,8 @@ import scala.collection.immutable.VectorMap
 import driver._, executor._, wire._
 
 /**
- * The data that the UI, the metrics and the reports show, and that the event log stores. It is written as JSON (see
- * `Json`), so the names of the fields of all classes here are part of the format.
+ * The data that the UI, the metrics and the reports show, and that the event log stores. `Json` writes it, so the field
+ * names of all classes in this file are part of the format.
  *
  * @param totals sums over all topologies, including those that are no longer listed
  * @param coordinators the sum over all coordinators
@@ -25,9 +25,9 @@ object Snapshot {
 }
 
 /**
- * An immutable copy of one topology. Times are milliseconds since the epoch, 0 if not known yet.
+ * An immutable copy of the state of one topology. Times are milliseconds since the epoch, or 0 if not known yet.
  *
- * @param askedBy the executors that ran its tasks
+ * @param askedBy the executors that ran the topology's tasks
  * @param spansDropped the number of recorded spans that are not in `spans`
  * @param forgottenExecutors the number of lost executors that are no longer listed. Their sum is in `executors`, as
  * "forgotten"
@@ -40,7 +40,7 @@ final case class TopologyView(
     unclosed: Vector[String], operators: Vector[OperatorView] = Vector.empty, spans: Vector[Span] = Vector.empty,
     spansDropped: Long = 0, forgottenExecutors: Int = 0, forgottenOperators: Int = 0) {
 
-  /** The number of operator uses. Names of uses end with a number, so none of them is "forgotten". */
+  /** The number of operator uses. Names of operator uses end with a number, so no use has the name "forgotten". */
   def coordinators: Int = operators.count(_.name != Topology.Forgotten) + forgottenOperators
 }
 
@@ -82,21 +82,22 @@ object OperatorView {
   }
 }
 
-/** A Python process of an executor: a "worker", the "agent", or a "daemon" that cannot sample, with the `problem`.
-  * `ended` is 0 while the process runs. */
+/** A Python process of an executor. Its role is "worker" or "agent", or "daemon" for a daemon that cannot sample, which
+  * `problem` explains. `ended` is 0 while the process is running. */
 final case class ProcessView(
     executor: String, host: String, pid: Long, role: String, started: Long, ended: Long, samples: Vector[Sample],
     problem: String = "") {
   private[stagecrew] def key: (String, Long, Long) = (executor, pid, started)
 }
 
-/** One sample of a process: memory in bytes, CPU since the previous sample in thousandths of a core. */
+/** One sample of a process: resident memory in bytes, CPU since the previous sample in thousandths of a core, threads,
+  * and open file descriptors. */
 final case class Sample(time: Long, rss: Long, cpu: Long, threads: Long, files: Long)
 
 /** The stored job that this application runs: facts in order, such as "term" -> "3", and steps. `forgottenSteps` is the
   * number of steps that are no longer listed. */
 final case class RecoveryView(facts: VectorMap[String, String], steps: Vector[StepView], forgottenSteps: Int = 0) {
-  /** At most `limit` of its steps: the running ones, and the last ones. */
+  /** This job with at most `limit` of its steps: running steps first, then the last of the other steps. */
   private[stagecrew] def fewer(limit: Int): RecoveryView = {
     val (running, ended) = steps.indices.partition(steps(_).ended == 0)
     val runs = running.take(limit)

@@ -8,8 +8,9 @@ import scala.xml.{Node, Text}
 import org.apache.spark.SparkContext
 import driver._, spark._, wire._
 
-/** The content of the pages: a snapshot that was taken at `now`. If it was read from an event log, `times` contains the
-  * time of each topology's last event, and `notes` may explain what is missing. */
+/** The content of the pages: a snapshot that was taken at `now`. If it was read from an event log (`history`), `times`
+  * contains the time of each topology's last event, by id, and `notes` explain missing parts, by the topology's id, or
+  * by "" for the other pages. */
 private[stagecrew] final case class PageModel(
     snapshot: Snapshot, now: Long, history: Boolean = false, times: Map[String, Long] = Map.empty,
     notes: Map[String, Seq[String]] = Map.empty) {
@@ -20,16 +21,20 @@ private[stagecrew] final case class PageModel(
 
   def duration(topology: TopologyView): Long = math.max(0L, until(topology) - topology.started)
 
+  /** The time from `started` to `ended`, or to now if `ended` is 0. */
+  def elapsed(started: Long, ended: Long): Long = math.max(0L, (if (ended > 0) ended else now) - started)
+
+  /** The topology with this id or link key. */
   def find(key: String): Option[TopologyView] = snapshot.topologies.find(t => t.id == key || Tab.key(t.id) == key)
 }
 
-/** The first fields of each page's JSON: the version, and the notes of the page. */
+/** The first fields in the JSON of each page: the version, and the notes of the page. */
 private[stagecrew] final case class PageHead(version: Int, notes: Seq[String])
 
 /**
  * The tab "Stagecrew" of the Spark UI: the current state of topologies, processes and the stored job. Each page is also
- * available as JSON, at `json`. The History Server has the same pages. The pages are read-only. They never return
- * unknown parts of a request, and consist of XML nodes, which escape all text.
+ * available as JSON, under its path followed by `json`. The History Server has the same pages. The pages are read-only.
+ * They never return unknown parts of a request, and consist of XML nodes, which escape all text.
  */
 private[stagecrew] object Tab {
   val Prefix = "stagecrew"
@@ -52,7 +57,7 @@ private[stagecrew] object Tab {
       page("jobs", (_, _) => "Stagecrew: stored job", JobPage.html, (now, _) => JobPage.json(now)))
   }
 
-  /** The first fields of a page's JSON. */
+  /** The first fields in the JSON of a page. `id` is the topology's id on the page of a topology. */
   def head(model: PageModel, id: String = ""): ObjectNode =
     Json.tree(PageHead(Snapshot.Version, model.notes.getOrElse(id, Nil)))
 
@@ -77,8 +82,8 @@ private[stagecrew] object Tab {
   def topology(request: PageRequest, topology: TopologyView): Node =
     <a href={s"${link(request, "topology")}?id=${key(topology.id)}"}>{Show.text(topology.name)}</a>
 
-  /** The key of a topology in links: its id if it only has safe characters, otherwise a digest. Ids contain names that
-    * users choose. */
+  /** The key of a topology in links: its id if the id is short and has only safe characters, otherwise a digest. Ids
+    * contain names that users choose. */
   def key(id: String): String =
     if (id.length <= 100 && id.forall(c => c < 128 && (c.isLetterOrDigit || c == '-' || c == '_' || c == '.'))) id
     else MessageDigest.getInstance("SHA-256").digest(id.getBytes(UTF_8))

@@ -7,29 +7,22 @@ import scala.util.Try
 import scala.xml.{Elem, Node, NodeSeq, Text}
 import spark._
 
-/** A column of a table. Its name is part of links, so it only consists of letters, digits and spaces. */
+/** A column of a table. Its name is part of links, so the name consists only of letters, digits and spaces. */
 private[stagecrew] final case class Column[T](
   name: String, order: Option[Ordering[T]], help: Option[String], cell: T => Node)
 
 private[stagecrew] object Column {
-  def text[T](name: String, help: String = "")(f: T => String): Column[T] =
-    of(name, help)(f)(row => <td>{Show.text(f(row))}</td>)
-
-  def number[T](name: String, help: String = "")(f: T => Long): Column[T] =
-    of(name, help)(f)(row => <td>{f(row).toString}</td>)
-
-  def bytes[T](name: String, help: String = "")(f: T => Long): Column[T] =
-    of(name, help)(f)(row => <td>{if (f(row) == 0) "" else SparkUi.formatBytes(f(row))}</td>)
-
+  def text[T](name: String, help: String = "")(f: T => String): Column[T] = formatted(name, help)(f)(Show.text)
+  def number[T](name: String, help: String = "")(f: T => Long): Column[T] = formatted(name, help)(f)(_.toString)
+  def bytes[T](name: String)(f: T => Long): Column[T] =
+    formatted(name)(f)(bytes => if (bytes == 0) "" else SparkUi.formatBytes(bytes))
   /** A time in milliseconds since the epoch; empty for 0. */
-  def date[T](name: String, help: String = "")(f: T => Long): Column[T] =
-    of(name, help)(f)(row => <td>{Show.date(f(row))}</td>)
+  def date[T](name: String)(f: T => Long): Column[T] = formatted(name)(f)(Show.date)
+  def duration[T](name: String)(ms: T => Long): Column[T] = formatted(name)(ms)(SparkUi.formatDuration)
+  def micros[T](name: String)(f: T => Long): Column[T] = formatted(name)(f)(Show.micros)
 
-  def duration[T](name: String, help: String = "")(ms: T => Long): Column[T] =
-    of(name, help)(ms)(row => <td>{SparkUi.formatDuration(ms(row))}</td>)
-
-  def micros[T](name: String, help: String = "")(f: T => Long): Column[T] =
-    of(name, help)(f)(row => <td>{Show.micros(f(row))}</td>)
+  private def formatted[T, K: Ordering](name: String, help: String = "")(f: T => K)(format: K => Any): Column[T] =
+    of(name, help)(f)(row => <td>{format(f(row))}</td>)
 
   /** A cell with the number of texts, and the texts in its title. `more` is the number of further texts. */
   def several[T](name: String, help: String = "")(f: T => Seq[String], more: T => Int = (_: T) => 0): Column[T] = {
@@ -42,8 +35,8 @@ private[stagecrew] object Column {
     Column(name, Some(ordering.on(key)), Some(help).filter(_.nonEmpty), cell)
 }
 
-/** A table. The names of its parameters begin with its tag, as in `topologies.page`. The rows are in their original
-  * order until the user chooses a column. */
+/** A table. The names of its request parameters begin with its tag, as in `topologies.page`. The rows are in their
+  * original order until the user chooses a column. */
 private[stagecrew] final case class Table[T](tag: String, rows: Seq[T], columns: Seq[Column[T]]) {
   /** The paging parameters of a request. Throws for an invalid value. */
   def paging(request: PageRequest): Paging = {
@@ -60,13 +53,12 @@ private[stagecrew] final case class Table[T](tag: String, rows: Seq[T], columns:
   }
 
   def sorted(paging: Paging): IndexedSeq[T] =
-    paging.column.flatMap(name => columns.find(_.name == name)).flatMap(_.order) match {
-    case Some(order) => rows.sorted(if (paging.descending) order.reverse else order).toIndexedSeq
-    case None => rows.toIndexedSeq
-  }
+    paging.column.flatMap(name => columns.find(_.name == name)).flatMap(_.order).fold(rows)(order =>
+      rows.sorted(if (paging.descending) order.reverse else order)).toIndexedSeq
 }
 
-/** The tables of a page. Each link contains the page and the order of all tables, so the others do not change. */
+/** The tables of a page. Each link in a table also contains the pages and orders of the other tables, so these do not
+  * change. `fixed` are further parameters of all links. */
 private[stagecrew] final class Tables(
     request: PageRequest, path: String, fixed: Seq[(String, String)], tables: Table[_]*) {
   private val pagings = tables.map(table => table.tag -> table.paging(request)).toMap
@@ -100,8 +92,8 @@ private[stagecrew] object Show {
   val Length = 120
   val TitleLength = 4000
 
-  /** A text from a user. A long text is shortened, and its title contains more of it. A right-to-left text does not
-    * affect the text around it. */
+  /** A text from a user. A long text is shortened, and its title contains more of the text. A right-to-left text does
+    * not affect the text around it. */
   def text(text: String): Node =
     if (text.length <= Length) <bdi>{text}</bdi> else <bdi title={title(text)}>{cut(text, Length)}</bdi>
 
@@ -124,9 +116,9 @@ private[stagecrew] object Show {
   def micros(micros: Long): String = if (micros < 1000000L) String.format(Locale.ROOT, "%.1f ms", micros / 1000.0)
     else SparkUi.formatDuration(micros / 1000)
 
-  /** A cell with the line that describes an error. Its title contains the beginning of a JVM error, or the end of a
-    * Python traceback. Event logs of earlier versions do not contain the line. It is then the last line without
-    * indentation of a traceback, or the first line of another text. */
+  /** A cell with the line that describes an error. The cell's title contains the beginning of a JVM error, or the end
+    * of a Python traceback. If `line` is empty, as in event logs of earlier versions, the cell shows the last line of a
+    * traceback that is not indented, or the first line of another text. */
   def error(text: String, line: String = "", jvm: Boolean = false): Elem = {
     val lines = text.linesIterator.filterNot(_.isBlank).toVector
     val first = lines.headOption.filterNot(_.startsWith("Traceback")).orElse(lines.findLast(!_.startsWith(" ")))
@@ -143,10 +135,11 @@ private[stagecrew] object Show {
 
   def fact(text: String): NodeSeq = if (text.isEmpty) NodeSeq.Empty else Text(text)
 
-  /** The first `limit` texts from a user, and the number of the others. */
-  def several(texts: Seq[String], limit: Int = 20): NodeSeq = {
-    val first = texts.take(limit).flatMap(value => Seq[Node](Text(", "), text(value))).drop(1)
-    NodeSeq.fromSeq(if (texts.size > limit) first :+ Text(s" and ${texts.size - limit} more") else first)
+  /** The first 20 texts from a user, and the number of the others. */
+  def several(texts: Seq[String]): NodeSeq = {
+    val more = texts.drop(20).size
+    val first = texts.take(20).flatMap(value => Seq[Node](Text(", "), text(value))).drop(1)
+    NodeSeq.fromSeq(first ++ Option.when(more > 0)(Text(s" and $more more")))
   }
 
   def note(text: String): Node = <p class="alert alert-warning" role="status">{text}</p>

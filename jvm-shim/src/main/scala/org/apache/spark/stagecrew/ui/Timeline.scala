@@ -6,15 +6,16 @@ import scala.collection.mutable
 import scala.xml.{Node, NodeSeq}
 import executor._, spark._
 
-/** Draws spans as SVG, without JavaScript. Text and lines have the colour of the page's text. Pure functions. */
+/** Draws spans as SVG, without JavaScript. Texts and lines have the colour of the page's text. Pure functions. */
 private[stagecrew] object Timeline {
   val MaxLanes = 40
-  val MaxRows = 12 // of a lane
+  val MaxRows = 12 // in each lane
   val MaxSpans: Int = SpanBook.PerTopology
 
   private val Width = 1200
   private val Left = 120
   private val RowHeight = 9
+  private val Kinds = Seq("open", "task", "close")
   private val Colours = Map("task" -> "#4c8dc9", "open" -> "#2a9d6f", "close" -> "#d08c1d")
   private val Other = "#8a8a8a"
   private val Failed = "#d64550"
@@ -35,9 +36,9 @@ private[stagecrew] object Timeline {
 
   /** A description of the timeline for screen readers. */
   def summary(spans: Seq[Span], executors: Int): String = {
-    def count(kind: String, noun: String): Option[String] =
-      Some(spans.count(_.kind == kind)).filter(_ > 0).map(n => s"$n $noun${if (n == 1) "" else "s"}")
-    val kinds = Seq(count("open", "open"), count("task", "task"), count("close", "close")).flatten
+    val kinds = Kinds.map(kind => kind -> spans.count(_.kind == kind)).collect {
+      case (kind, count) if count > 0 => s"$count $kind${if (count == 1) "" else "s"}"
+    }
     val failed = spans.count(_.failed)
     s"${kinds.mkString(", ")} on $executors executor${if (executors == 1) "" else "s"}, " +
       s"${if (failed == 0) "none" else failed.toString} failed."
@@ -72,9 +73,7 @@ private[stagecrew] object Timeline {
     }
     val description = summary(spans, executors.size)
     <div>
-      <p>{Seq("open" -> "open", "task" -> "task", "close" -> "close")
-        .map { case (kind, name) => key(Colours(kind), name, failed = false) }}{
-        key(Failed, "failed", failed = true)}</p>
+      <p>{Kinds.map(kind => key(Colours(kind), kind, failed = false))}{key(Failed, "failed", failed = true)}</p>
       <svg xmlns="http://www.w3.org/2000/svg" id="stagecrew-timeline" role="img" aria-label={s"Timeline: $description"}
         viewBox={s"0 0 $Width $height"} style="width: 100%; max-width: 1800px; height: auto;">{ticks}{lanes}</svg>
     </div>
@@ -83,7 +82,8 @@ private[stagecrew] object Timeline {
   private def line(x1: String, x2: String, y1: String, y2: String): Node =
     <line x1={x1} x2={x2} y1={y1} y2={y2} stroke="currentColor" stroke-opacity="0.2"/>
 
-  /** Places overlapping spans in different rows, up to `MaxRows` rows. Returns the number of rows. */
+  /** Places overlapping spans in different rows, of which there are at most `MaxRows`. Returns each span with its row,
+    * and the number of rows. */
   private[stagecrew] def pack(spans: Seq[Span]): (Seq[(Span, Int)], Int) = {
     val ends = mutable.ArrayBuffer.empty[Long]
     val placed = spans.sortBy(_.started).map { span =>
@@ -116,7 +116,7 @@ private[stagecrew] object Timeline {
 
   private def edge(failed: Boolean): Option[Node] = Option.when(failed)(scala.xml.Text("currentColor"))
 
-  /** Draws values over time as a small line. Its scale is from zero to the largest value. */
+  /** Draws values over time as a small line, scaled from zero to the largest value. */
   def sparkline(values: Seq[(Long, Long)], name: String, format: Long => String): Node = {
     val largest = math.max(1L, values.map(_._2).max)
     val (from, to) = (values.map(_._1).min, math.max(values.map(_._1).min + 1, values.map(_._1).max))

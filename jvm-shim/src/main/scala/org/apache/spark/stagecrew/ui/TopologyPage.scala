@@ -15,7 +15,8 @@ private[stagecrew] object TopologyPage {
     val listeners = Table("listeners", for {
       (executor, counts) <- topology.executors.toVector
       listener <- counts.listeners
-    } yield (executor, listener), listenerColumns)
+    } yield (executor, listener), OverviewPage.listenerColumns(
+      Column.text("Executor")((_: (String, ListenerCounts))._1))(_._2))
     val executors = Table("executors", topology.executors.toVector, executorColumns(topology))
     val tables = new Tables(request, "topology/", Seq("id" -> Tab.key(topology.id)), inside,
       operators, listeners, executors)
@@ -48,8 +49,7 @@ private[stagecrew] object TopologyPage {
   }
 
   private def summary(model: PageModel, request: PageRequest, topology: TopologyView): Node = {
-    val counts = topology.executors.values
-    val stored = counts.map(_.partitions).foldLeft(PartitionCounts())(_ + _)
+    val stored = topology.executors.values.map(_.partitions).foldLeft(PartitionCounts())(_ + _)
     Show.facts(
       "Id" -> Show.text(topology.id), "Kind" -> Show.fact(topology.kind),
       "Inside" -> topology.parent.fold(NodeSeq.Empty)(id => model.find(id).map(Tab.topology(request, _))
@@ -68,12 +68,13 @@ private[stagecrew] object TopologyPage {
       "Unclosed" -> Show.several(topology.unclosed))
   }
 
-  private def partitions(of: PartitionCounts): String = {
+  private def partitions(counts: PartitionCounts): String = {
     def some(count: Long, label: String, bytes: Long): Option[String] =
       Option.when(count > 0)(s"$count $label" + (if (bytes > 0) s" (${SparkUi.formatBytes(bytes)})" else ""))
-    Seq(some(of.inProgress, "in progress", 0), some(of.outputs, "finished outputs", of.outputBytes),
-      some(of.blocks, "cached blocks", of.blockBytes), some(of.released, "released", of.releasedBytes),
-      some(of.releaseFailures, "could not be deleted", 0)).flatten.mkString(", ")
+    Seq(some(counts.inProgress, "in progress", 0), some(counts.outputs, "finished outputs", counts.outputBytes),
+      some(counts.blocks, "cached blocks", counts.blockBytes),
+      some(counts.released, "released", counts.releasedBytes),
+      some(counts.releaseFailures, "could not be deleted", 0)).flatten.mkString(", ")
   }
 
   private def operatorColumns: Seq[Column[OperatorView]] = Seq(
@@ -99,10 +100,6 @@ private[stagecrew] object TopologyPage {
         .map(Show.micros).mkString(" / ")
       <td title={Show.title(if (times.count == 0) "" else s"of ${times.count}")}>{text}</td>
     }
-
-  private def listenerColumns: Seq[Column[(String, ListenerCounts)]] =
-    OverviewPage.counts[(String, ListenerCounts)](_._2).patch(2,
-      Seq(Column.text[(String, ListenerCounts)]("Executor")(_._1)), 0)
 
   private def executorColumns(topology: TopologyView): Seq[Column[(String, ExecutorCounts)]] = Seq(
     Column.text("Executor")(_._1),

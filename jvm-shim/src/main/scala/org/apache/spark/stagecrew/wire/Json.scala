@@ -70,7 +70,10 @@ private[stagecrew] object Json {
     def items = node.elements.asScala.map(value(_, arguments.head))
     if (rawType == classOf[Option[_]]) Option.when(!node.isMissingNode && !node.isNull)(value(node, arguments.head))
     else if (rawType == classOf[VectorMap[_, _]])
-      node.properties.iterator.asScala.map(e => e.getKey -> value(e.getValue, arguments(1))).to(VectorMap)
+      node.properties.iterator.asScala.map { field =>
+        val key = if (arguments.head == classOf[Object]) field.getKey.toInt else field.getKey
+        key -> value(field.getValue, arguments(1))
+      }.to(VectorMap)
     else if (rawType == classOf[Set[_]]) items.toSet
     else items.toVector
   }
