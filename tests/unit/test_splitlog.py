@@ -216,8 +216,10 @@ def test_an_enumerator_that_does_not_repeat_its_splits():
 def test_a_position_beyond_the_end():
     """A request for a split beyond the end of the log is refused, because another coordinator gave the evaluation its
     earlier splits."""
-    with pytest.raises(OperatorFailed, match="subtask 0 of operator 'x' asked for split 2 of its log, which has 0 splits"):
-        SplitLog([1, 2, 3], "operator 'x'").at(0, 2, "a")
+    with pytest.raises(
+        OperatorFailed, match="subtask 0 of operator 'x' asked for split 2 of its log, which has 0 splits"
+    ):
+        SplitLog([1, 2, 3], "operator 'x'").read(0, 2, "a")
 
 
 @pytest.mark.parametrize("splits", [[1, 2, 1], [[1], [1]]], ids=["hashable", "by bytes"])
