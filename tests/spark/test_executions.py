@@ -30,7 +30,10 @@ def spark(sessions: Sessions, master: str, application) -> SparkSession:
 
 
 def closed_executions(journal: Journal, since: int, opens: int | None = None) -> list[dict]:
-    """Opens and closes of the execution's listener since that event, once everything that it opened is closed."""
+    """Waits until every open of the execution's listener has a close. Returns both, without the first `since` events.
+
+    Waits for at least `opens` opens, if given.
+    """
 
     def all_closed():
         events = [e for e in journal.read(listener="execution")[since:] if e["event"] in ("open", "close")]
@@ -50,7 +53,7 @@ def topology_ids(events: list[dict]) -> set[str]:
 
 
 def test_listeners_of_the_builder_cover_named_topologies(spark, application, journal):
-    """In a named topology, the builder's listeners open first, decorate outermost, and stay open after it."""
+    """In a named topology, the builder's listeners decorate outermost. The application's opens first and stays open."""
     log = application[0]
     with stagecrew.crew(spark).topology("named", listeners=[Recorder(log, "named")]):
         spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(log, "in named")).collect()
