@@ -75,7 +75,7 @@ def wait_until_processes_end(journal: Journal, seconds: float = 20) -> None:
     eventually(lambda: not any(is_alive(pid) for pid in pids), seconds, f"processes {pids} end")
 
 
-def java_of(process: subprocess.Popen[bytes]) -> psutil.Process:
+def driver_jvm(process: subprocess.Popen[bytes]) -> psutil.Process:
     """The JVM of a Python driver."""
     return java_processes(process.pid)[0]
 
@@ -162,7 +162,7 @@ def test_workers_and_executors_close_after_sigkill_of_the_driver(tmp_path, journ
     """After SIGKILL of the Python driver or of its JVM, workers and executors close their listeners and end."""
     with driver_script(tmp_path, journal, any_master, RUNNING_DRIVER + "time.sleep(1000)") as process:
         eventually(lambda: len(journal.read(event="leave")) >= 2, 90, "the first job has finished")
-        jvm = java_of(process)
+        jvm = driver_jvm(process)
         (jvm if killed_process == "JVM" else psutil.Process(process.pid)).kill()
         wait_until_all_closed(journal, 40)
         wait_until_processes_end(journal, 40)

@@ -1,4 +1,4 @@
-"""Partitions are released although executors start, migrate outputs, leave and die. Each test has its own session."""
+"""Partitions are released while executors start, migrate outputs, leave and die. Each test has its own session."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_the_exit_does_not_wait_for_an_executor_lost_during_the_release(sessions
 
 
 def test_outputs_of_both_attempts_of_a_stage_are_released(sessions, tmp_path, journal):
-    """Outputs of both attempts of a stage are released, although an executor with some of them was killed between."""
+    """Outputs of both attempts of a stage are released, even if an executor with some of them was killed in between."""
     spark = sessions.get(LOCAL_CLUSTER)
     crew = stagecrew.crew(spark)
     stored_before = set(map_outputs(spark)), set(shuffle_files(spark, tmp_path))

@@ -31,7 +31,7 @@ def names_in(spark, key):
 """
 
 
-def other_jar(folder: Path) -> Path:
+def create_user_jar(folder: Path) -> Path:
     """Creates a user's jar with one file in it."""
     path = folder / "of the user.jar"
     with zipfile.ZipFile(path, "w") as archive:
@@ -56,7 +56,7 @@ def test_configure_switches_stagecrew_on_in_a_submitted_script(tmp_path, journal
 
     Executors have the user's jar and the stagecrew jar once each, whether or not `--jars` names the stagecrew jar.
     """
-    jars = [str(other_jar(tmp_path)), *([stagecrew.jar_path()] if jar_is_named else [])]
+    jars = [str(create_user_jar(tmp_path)), *([stagecrew.jar_path()] if jar_is_named else [])]
     submit = [str(Path(pyspark.__file__).parent / "bin" / "spark-submit"), "--master", "local-cluster[1,1,1024]"]
     submit += ["--jars", ",".join(jars), "--conf", "spark.plugins=", *CONF]
     run_script(submit, tmp_path, journal, """
@@ -85,7 +85,7 @@ def test_consecutive_sessions_in_one_process_keep_their_jars(tmp_path, journal):
 
     `create` starts a session just as `getOrCreate` does.
     """
-    jar = other_jar(tmp_path)
+    jar = create_user_jar(tmp_path)
     other = tmp_path / "mine.jar"
     other.write_bytes(jar.read_bytes())
     arguments = f"--conf 'spark.jars={jar}' {' '.join(CONF)} pyspark-shell"

@@ -60,12 +60,12 @@ def read_at_pace(path: str, pace: dict[int, float], dies_at: int | None = None, 
 
 def distances(entries: list[dict[str, Any]]) -> list[int]:
     """How far each read was ahead of the slower task's last read, while both were reading."""
-    at: dict[int, int] = {}
+    last_read: dict[int, int] = {}
     found = []
     for entry in entries:
-        at[entry["subtask"]] = entry["at"]
-        if len(at) == 2 and min(at.values()) < 99:
-            found.append(entry["at"] - min(at.values()))
+        last_read[entry["subtask"]] = entry["at"]
+        if len(last_read) == 2 and min(last_read.values()) < 99:
+            found.append(entry["at"] - min(last_read.values()))
     return found
 
 

@@ -101,8 +101,7 @@ def test_a_listener_that_cannot_be_pickled_is_named(sessions, journal):
 
 
 def test_a_listener_name_that_cannot_be_imported_fails_the_job(sessions, caplog):
-    """A name in `spark.stagecrew.listeners` that nothing can import fails the job, and the error's first line says
-    so."""
+    """If the name of a listener cannot be imported at all, the job fails, and the error's first line says so."""
     spark = sessions.get("local[2,2]", spark__stagecrew__listeners="no_such_module:pool")
     assert "the driver has no module 'no_such_module'" in caplog.text
     with pytest.raises(
@@ -126,8 +125,7 @@ def test_a_missing_attribute_in_a_listener_name_stops_the_session(sessions, tmp_
 
 
 def test_a_listener_name_that_only_the_driver_can_import_is_reported(sessions, tmp_path, monkeypatch):
-    """If only the driver can import a name in `spark.stagecrew.listeners`, the job fails, and the error says what to
-    do."""
+    """If only the driver can import the name of a listener, the job fails, and the error says what to do."""
     (tmp_path / "of_the_driver.py").write_text(
         "import stagecrew\nclass Pool(stagecrew.Listener): pass\npool = Pool()\n"
     )

@@ -30,7 +30,7 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "SPARK_LOCAL_DIRS": str(temporary),
         "TMPDIR": str(temporary),
         "PYSPARK_PYTHON": sys.executable,
-        # Workers find the package as if it were installed, even if it is only on the path of this process.
+        # Makes the package importable as if it were installed, even if it is only on the path of this process.
         "PYTHONPATH": str(Path(stagecrew.__file__).parents[1]),
     }
     return subprocess.run(

@@ -274,7 +274,7 @@ def test_a_dataset_of_a_closed_topology_fails_in_another_topology(cluster, clust
 
 
 def test_invalid_arguments_raise_an_error_that_says_what_to_do(cluster, cluster_crew, recording):
-    """Invalid arguments, and use after the topology has ended, raise an error that says what is wrong or what to do."""
+    """Invalid arguments, and use after the topology has ended, raise an error with the problem and the remedy."""
 
     def work(gateway, batches):
         yield from batches

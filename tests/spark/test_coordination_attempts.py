@@ -123,7 +123,7 @@ def test_a_subtask_keeps_its_number_under_a_cross_join(cluster, coordinators):
 # -- Cancellation and failure
 
 
-def waiting(gateway, batches):
+def wait_for_events(gateway, batches):
     for _ in batches:
         pass
     gateway.send("waits")
@@ -153,7 +153,7 @@ def seconds_until_task_ends(cluster, coordinators, ending, journal) -> float:
 
     def recorded(gateway, batches):
         try:
-            yield from waiting(gateway, batches)
+            yield from wait_for_events(gateway, batches)
         finally:
             journal.write(event="function ended")
 
@@ -203,7 +203,7 @@ def test_a_topology_fails_once_with_the_first_cause(cluster, coordinators, caplo
     """If several threads call `fail`, the topology fails once, with the first cause and its traceback."""
 
     def work(gateway, batches):
-        yield from waiting(gateway, batches)
+        yield from wait_for_events(gateway, batches)
 
     def fail(coordinator, n):
         try:

@@ -217,7 +217,7 @@ def test_large_events_arrive_in_both_directions(cluster, coordinators):
 
 
 def test_a_coordinator_and_a_task_that_flood_each_other_do_not_deadlock(cluster, coordinators):
-    """A coordinator that answers each event with two, and a task that reads late, do not deadlock or lose events."""
+    """A coordinator that sends every event back twice, and a task that reads late, do not deadlock or lose events."""
 
     class Doubling(RecordingCoordinator):
         def handle_event(self, evaluation, event):

@@ -113,7 +113,8 @@ def test_the_demo_on_sqlite_opens_one_pool_per_worker(tmp_path):
 def test_the_demo_on_postgresql_agrees_with_the_server(tmp_path, postgresql_server):
     """On PostgreSQL, the server counts the same number of connections as the demo.
 
-    With --json, the standard output contains only JSON. The password appears nowhere, and the schema is dropped at the end.
+    With --json, the standard output contains only JSON. The password appears nowhere, and the
+    schema is dropped at the end.
     """
     done = run_demo(tmp_path, "--database", postgresql_server.url, "--json")
     assert done.returncode == 0, done.stderr

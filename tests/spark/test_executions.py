@@ -53,7 +53,10 @@ def topology_ids(events: list[dict]) -> set[str]:
 
 
 def test_listeners_of_the_builder_cover_named_topologies(spark, application, journal):
-    """In a named topology, the builder's listeners decorate outermost. The application's opens first and stays open."""
+    """In a named topology, the builder's listeners decorate outermost.
+
+    The application's listener opens before the topology's listener and stays open after the topology.
+    """
     log = application[0]
     with stagecrew.crew(spark).topology("named", listeners=[Recorder(log, "named")]):
         spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(log, "in named")).collect()

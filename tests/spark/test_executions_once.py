@@ -1,4 +1,4 @@
-"""How often an executor listener with lifetime EXECUTION and a JVM listener of the application open together."""
+"""How often an executor listener with lifetime EXECUTION and the application's JVM listener open."""
 
 from __future__ import annotations
 

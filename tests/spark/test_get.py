@@ -74,7 +74,7 @@ def test_functions_and_listeners_of_main_find_each_other(spark, crew):
 
 
 def test_a_rerun_notebook_cell_finds_the_open_listener(spark, crew):
-    """After a notebook cell is run again, functions of its second run find what the first run's listeners opened."""
+    """After a notebook cell is run again, functions of the second run find the listeners opened by the first run."""
     first, second = types.ModuleType("__main__"), types.ModuleType("__main__")
     exec(POOLS, first.__dict__)
     exec(POOLS, second.__dict__)

@@ -102,7 +102,7 @@ def test_consecutive_topologies_open_and_close_separately(spark, crew, journal):
 def test_tasks_of_concurrent_topologies_meet_only_their_own_listeners(spark, crew, journal):
     """Two threads run topologies whose tasks run at the same time.
 
-    Each task meets exactly its own topology's listeners.
+    Each task enters exactly its own topology's listeners.
     """
     errors: list[BaseException] = []
     log = Journal(journal.path)
@@ -143,7 +143,7 @@ def test_tasks_of_concurrent_topologies_meet_only_their_own_listeners(spark, cre
 
 
 def test_tasks_of_a_nested_topology_meet_both_listeners(spark, crew, journal):
-    """Tasks of an inner topology meet both listeners, the outer one first. The outer one closes last."""
+    """Tasks of an inner topology enter both listeners. The outer listener is entered first and closes last."""
     with crew.topology("outer", listeners=[Recorder(journal, "outer")]):
         with crew.topology("inner", listeners=[Recorder(journal, "inner")]):
             run(spark, journal, 4, "in")
@@ -329,7 +329,10 @@ def test_an_executor_listener_opens_once_per_executor(spark, crew, journal):
 
 
 def test_listeners_reopen_after_an_agent_is_killed_between_jobs(spark, crew, master, journal):
-    """After SIGKILL of the agents, the next job opens the listener again. All workers read the new value."""
+    """After SIGKILL of the agents between two jobs, the second job opens the listener again.
+
+    No attempt fails, and every worker reads the new value.
+    """
     task_slots = slots(master)
     port = executor_port(journal.path)
 

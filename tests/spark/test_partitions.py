@@ -95,11 +95,11 @@ def test_files_that_cannot_be_deleted_count_as_release_failures(spark, crew, tmp
         return path
 
     with crew.topology("t", release="all") as topology:
-        two_shuffles, stored = (
+        summed, stored = (
             summed_rdd(spark),
             spark.sparkContext.parallelize(range(100), 4).persist(StorageLevel.DISK_ONLY),
         )
-        assert sorted(two_shuffles.collect()) == EXPECTED
+        assert sorted(summed.collect()) == EXPECTED
         assert stored.count() == 100
         size = sum(map_outputs(spark)[shuffle] for shuffle in map_outputs(spark) if shuffle not in stored_before[1])
         replaced_paths = [replace_by_folder("shuffle_*.data"), replace_by_folder(f"rdd_{stored.id()}_*")]

@@ -49,7 +49,7 @@ def stored_before(spark, tmp_path):
     return set(shuffle_files(spark, tmp_path)), map_outputs(spark)
 
 
-def holds_for(condition, seconds=3.0):
+def assert_holds(condition, seconds=3.0):
     """Checks that a condition holds for some seconds. Executors report to the driver more often than that."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -90,7 +90,7 @@ def test_a_job_that_starts_while_its_topology_closes_keeps_its_outputs(spark, cr
         assert found == [EXPECTED, EXPECTED]
         kept = stored_since(spark, tmp_path, stored_before)[1]
         assert list(kept.values()) == [4, 4]
-        holds_for(lambda: stored_since(spark, tmp_path, stored_before)[1] == kept)
+        assert_holds(lambda: stored_since(spark, tmp_path, stored_before)[1] == kept)
     finally:
         gate.touch()
         closer.join(60)
@@ -128,7 +128,7 @@ def test_a_running_job_keeps_its_outputs_when_its_start_event_is_dropped(spark, 
                 60,
                 "the map stage is written",
             )
-            holds_for(lambda: list(stored_since(spark, tmp_path, stored_before)[1].values()) == [4])
+            assert_holds(lambda: list(stored_since(spark, tmp_path, stored_before)[1].values()) == [4])
         finally:
             gate.touch()
             user.join(60)
@@ -264,10 +264,10 @@ def test_outputs_released_while_a_job_uses_them_are_recomputed(
         return wait
 
     numbers = spark.sparkContext.parallelize(range(100), 4).mapPartitions(hold_at("map", lambda part: 99 in part))
-    two_shuffles = (
+    shuffled_once = (
         numbers.map(lambda n: (n % 5, n)).partitionBy(4).mapPartitions(hold_at("reduce", lambda part: bool(part)))
     )
-    dataset = two_shuffles.reduceByKey(operator.add)
+    dataset = shuffled_once.reduceByKey(operator.add)
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(dataset.collect()))
     thread.start()

@@ -90,7 +90,7 @@ def contains(found: Any, expected: Any) -> bool:
 
 
 def test_an_event_log_from_before_the_first_release_is_read() -> None:
-    """The report of a recorded log still contains what it contained when it was recorded, under today's field names."""
+    """The report of a recorded log equals the report of that time, apart from added fields and new field names."""
     folder = Path(__file__).parents[1] / "data" / "event-log-before-the-first-release"
     shown = CliRunner().invoke(main, ["report", str(folder / "recorded"), "--json"])
     assert shown.exit_code == 0, shown.output

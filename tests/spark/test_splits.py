@@ -140,7 +140,7 @@ def test_lost_cached_blocks_are_read_again(cluster):
 
 @pytest.mark.parametrize("case", ["raises", "raises at once", "twice", "equal", "not picklable"])
 def test_a_failing_enumerator_fails_the_topology(cluster, case):
-    """If an enumerator fails, the topology fails at once, and the error says what the enumerator did wrong."""
+    """If an enumerator fails, the topology fails at once, and the error names the enumerator's fault."""
 
     def raise_after_some():
         yield from range(5)

@@ -132,7 +132,7 @@ def test_large_values_are_reduced(cluster):
         assert [row.value for row in rows] == [6.0, 6.0]
 
 
-def test_values_may_exceed_a_small_event_limit(sessions):
+def test_values_can_exceed_a_small_event_limit(sessions):
     """`spark.stagecrew.event.maxSize` limits the pieces of a value, not the value."""
     spark = sessions.get(LOCAL, **{"spark.stagecrew.event.maxSize": "1k"})
     with stagecrew.crew(spark).topology("t") as topology:

@@ -419,7 +419,7 @@ def test_topology_state_is_posted_only_with_an_event_log(
     sessions.stop()
 
 
-def test_an_executor_whose_interpreter_has_pyspark_only(sessions: Sessions, tmp_path: Path) -> None:
+def test_listeners_work_if_the_executors_interpreter_has_only_pyspark(sessions: Sessions, tmp_path: Path) -> None:
     """Listeners of both scopes work without psutil; the page names the executor, its interpreter and the remedy."""
     folder = tmp_path / "interpreter"
     venv.create(folder, symlinks=True)
