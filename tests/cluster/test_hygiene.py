@@ -407,7 +407,7 @@ def test_a_worker_that_spark_terminates_as_idle_closes_its_listeners(sessions: S
     def silent(row):
         import time
 
-        # Silent until killed. If Spark does not kill it, the test's own timeout fails the test.
+        # Yields nothing until Spark kills the worker. If Spark does not, the test's own timeout fails the test.
         while row is not None and not os.path.exists(done):
             time.sleep(0.05)
         return str(row)

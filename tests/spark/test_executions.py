@@ -94,7 +94,7 @@ def test_each_query_is_a_separate_execution(spark, application):
 
 
 def test_each_rdd_job_is_an_execution(spark, application):
-    """An RDD job opens and closes the listeners once per process that it uses."""
+    """Each RDD job is an execution: its listeners open and close once in each process that runs its tasks."""
     log = application[0]
     before = len(log.read(listener="execution"))
     for _ in range(2):

@@ -142,7 +142,7 @@ def test_a_close_that_raises_is_warned_and_counted(spark, crew, journal, caplog,
 def test_a_hanging_close_is_bounded_and_named(spark, crew, journal, hang, caplog):
     """The exit ends at the close timeout and names the listener.
 
-    If the close hangs in C code, its process is killed.
+    If `close` hangs in C code, the listener's process is killed.
     """
     check_hanging_close(spark, crew, journal, hang, stagecrew.Scope.WORKER, caplog)
 
@@ -150,7 +150,7 @@ def test_a_hanging_close_is_bounded_and_named(spark, crew, journal, hang, caplog
 @pytest.mark.parametrize("hang", ["close", "close in C"])
 @MASTERS
 def test_a_hanging_close_in_the_agent_is_bounded_and_named(sessions, request, journal, hang, master_name, caplog):
-    """If the `close` of an executor-scoped listener hangs, the exit ends at the close timeout and names the listener."""
+    """If `close` of an executor-scoped listener hangs, the exit ends at the close timeout and names the listener."""
     spark = sessions.get(master_with_free_cores(master_name, request, sessions), **SHORT_TIMEOUTS)
     check_hanging_close(spark, stagecrew.crew(spark), journal, hang, stagecrew.Scope.EXECUTOR, caplog)
 

@@ -344,7 +344,7 @@ def test_an_adaptive_query_survives_a_release_between_two_of_its_stages(
 
 
 def two_shuffles(spark, adaptive, parts):
-    """Returns a shuffled dataset, and one that shuffles it again: DataFrames that AQE runs, or RDDs."""
+    """Returns a shuffled dataset and another one that shuffles it again: two DataFrames that AQE runs, or two RDDs."""
     if not adaptive:
         dataset = summed_rdd(spark, parts)
         return dataset, dataset.map(lambda kv: (kv[0] % 2, kv[1])).reduceByKey(operator.add, 2)

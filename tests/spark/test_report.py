@@ -163,7 +163,7 @@ def test_line_separators_and_control_characters_are_escaped(tmp_path: Path) -> N
 
 
 def test_the_report_ignores_sparks_default_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report runs locally, whatever master and deploy mode are this machine's defaults."""
+    """The report runs locally, whatever the machine's default master and deploy mode are."""
     write_log(tmp_path, "app-1", [state("topology", topology("t-1", "nightly"))])
     (tmp_path / "conf").mkdir()
     defaults = {

@@ -50,7 +50,7 @@ def mean_by_supersteps(steps: Any, batches: Any) -> Any:
 
 
 def mean_in_one_process(subtasks: int) -> float:
-    """The same computation in a single process."""
+    """Computes the result of `mean_by_supersteps` in a single process."""
     parts = [list(range(n * 100 // subtasks, (n + 1) * 100 // subtasks)) for n in range(subtasks)]
     guess = 0.0
     while True:
