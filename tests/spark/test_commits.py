@@ -125,7 +125,7 @@ def test_ctrl_c_while_tasks_stage_leaves_nothing(cluster, place):
     assert place.leftovers() == []
 
 
-#: A driver that kills itself at the step with number `at`. If `at` is 0, it commits twice instead.
+#: A driver that kills itself at the step with number `dies_at`. If `dies_at` is 0, it commits twice instead.
 DRIVER = """
 import os, signal
 from support.sink_targets import SinkTarget, ROWS, rows_of
@@ -134,7 +134,7 @@ from support.commit_trials import Driver, Killed
 class DyingDriver(Driver):
     def moment(self, name, holds_lock=False):
         super().moment(name)
-        if self.moments == {at}:
+        if self.moments == {dies_at}:
             os.kill(os.getpid(), signal.SIGKILL)
 
 place = SinkTarget.__new__(SinkTarget)
@@ -155,7 +155,7 @@ class WatchedSink(type(sink)):
         return (type(sink).__mro__[1].__new__, (type(sink).__mro__[1],), self.__getstate__())
 
 sink.__class__ = WatchedSink
-for _ in range(1 if {at} else 2):
+for _ in range(1 if {dies_at} else 2):
     with stagecrew.crew(spark).topology("t") as topology:
         report = topology.commit(rows_of(spark), sink, "one", commit_log)
     files = sorted((str(path), path.stat().st_size) for path in place.folder.rglob("*") if path.is_file())
@@ -165,9 +165,9 @@ spark.stop()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("at", range(2, 13))  # from the beginning of the commit to the record that it is done
+@pytest.mark.parametrize("dies_at", range(2, 13))  # from the beginning of the commit to the record that it is done
 @pytest.mark.parametrize("name", ["parquet", "sqlite", "iceberg", "objects"])
-def test_a_commit_survives_sigkill_of_its_driver(sessions, tmp_path, journal, name, at):
+def test_a_commit_survives_sigkill_of_its_driver(sessions, tmp_path, journal, name, dies_at):
     """After SIGKILL of a driver, the next driver commits all rows once and leaves nothing. A repeat changes nothing."""
     sessions.stop()
     (tmp_path / "sink").mkdir()
@@ -175,7 +175,7 @@ def test_a_commit_survives_sigkill_of_its_driver(sessions, tmp_path, journal, na
 
     def script(moment: int) -> str:
         values = {
-            "at": moment, "name": name, "folder": str(place.folder), "conf": place.conf,
+            "dies_at": moment, "name": name, "folder": str(place.folder), "conf": place.conf,
             "log": str(tmp_path / "log"),
         }  # fmt: skip
         text = DRIVER
@@ -184,7 +184,7 @@ def test_a_commit_survives_sigkill_of_its_driver(sessions, tmp_path, journal, na
         return text
 
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
-    with driver_script(tmp_path / "one", journal, "local[2]", script(at)) as process:
+    with driver_script(tmp_path / "one", journal, "local[2]", script(dies_at)) as process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(120)
         assert process.returncode == -signal.SIGKILL
@@ -192,7 +192,7 @@ def test_a_commit_survives_sigkill_of_its_driver(sessions, tmp_path, journal, na
     with driver_script(tmp_path / "two", journal, "local[2]", script(0)) as process:
         assert process.wait(120) == 0
     second_run, repeat = journal.read(event="done")
-    assert second_run["repeated"] == (at >= 6)  # after the decision was written
+    assert second_run["repeated"] == (dies_at >= 6)  # after the decision was written
     assert repeat["repeated"]
     assert second_run["files"] == repeat["files"]
     assert place.visible() == ROWS

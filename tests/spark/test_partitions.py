@@ -409,7 +409,7 @@ def test_invalid_arguments_are_rejected_with_their_names(spark, crew):
 
 
 def test_a_stateful_streaming_query_runs_on_while_other_topologies_end(spark, crew, tmp_path, stored_before, request):
-    """A stateful streaming query keeps running while other topologies end, and leaves nothing when its own topology ends."""
+    """A stateful streaming query keeps running while other topologies end, and leaves nothing when its own ends."""
     source = tmp_path / "in"
     source.mkdir()
     with crew.topology("stream"):
