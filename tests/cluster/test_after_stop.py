@@ -10,7 +10,7 @@ from support.sessions import LOCAL, Sessions
 
 
 def test_topologies_of_a_stopped_session_raise_but_can_be_closed(sessions: Sessions, journal):
-    """After `spark.stop()`, `topology`, `start` and wrapped functions raise a StagecrewError. `close` does not."""
+    """After `spark.stop()`, starting a topology or calling a wrapped function raises StagecrewError. `close` works."""
     spark = sessions.get(LOCAL)
     crew = stagecrew.crew(spark)
     new = crew.topology("new", listeners=[Recorder(journal)])

@@ -1,6 +1,6 @@
 """Commits on real clusters: exactly the attempts that Spark accepted are committed.
 
-Others leave nothing, however late.
+Other attempts leave nothing, however late they write.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from support.waiting import eventually
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 LONG_PLACES = [pytest.param(name, marks=pytest.mark.long) for name in ("parquet", "sqlite", "iceberg")]
-#: Sinks at servers. They are pickled to tasks with their connection settings.
+#: Sinks that write to servers. Each sink is pickled with its connection settings and sent to the tasks.
 SERVER_PLACES = [pytest.param(name, marks=pytest.mark.long) for name in ("postgresql", "s3", "hdfs")]
 
 
@@ -59,7 +59,7 @@ def place(request, tmp_path):
 
 @pytest.fixture(params=["append", pytest.param("objects", marks=pytest.mark.long), *LONG_PLACES, *SERVER_PLACES])
 def any_place(request, tmp_path, servers):
-    """A place in the test's directory or at a server."""
+    """A sink target in the test's directory or on a server."""
     (tmp_path / "sink").mkdir()
     return SinkTarget(request.param, tmp_path / "sink", servers(request.param))
 
@@ -92,12 +92,12 @@ def do_when(condition, action):
 
 
 def has_staged(topology, number):
-    """A condition: at least `number` attempts have offered their staged rows."""
+    """Returns a condition that holds once at least `number` attempts have offered their staged rows."""
     return lambda: topology.progress.get("commit/1", {}).get("staged", 0) >= number
 
 
 def check_commit(spark, place, journal):
-    """All rows are visible once. Each partition's rows come from one attempt, which Spark accepted."""
+    """Checks that each row is visible once and that each partition's rows come from one attempt that Spark accepted."""
     visible = place.visible()
     assert [number for number, _ in visible] == list(range(40))
     writers = attempts_by_partition(visible)
@@ -107,7 +107,10 @@ def check_commit(spark, place, journal):
 
 
 def test_attempts_that_die_after_staging_are_not_committed(cluster, any_place, tmp_path, journal):
-    """A worker is killed after it has staged its rows, an executor after the driver has received its task's offer."""
+    """The rows of attempts that die after staging are not committed.
+
+    A worker is killed after it has staged its rows, and an executor after its task's offer has reached the driver.
+    """
     offered, died = str(tmp_path / "offered"), str(tmp_path / "died")
 
     def kill_after_staging(partition, attempt, number):
@@ -141,9 +144,9 @@ def test_attempts_that_die_after_staging_are_not_committed(cluster, any_place, t
 def test_only_one_of_two_speculative_attempts_is_committed(
     sessions, standalone, place, tmp_path, journal, ending_attempts
 ):
-    """Two attempts of a task stage all rows.
+    """Two speculative attempts of one task stage the same rows, and only one of the attempts is committed.
 
-    Either both end at the same time, or one of them runs until it is killed.
+    Either both attempts end at the same time, or one of them runs until Spark kills it.
     """
     spark = sessions.get(
         standalone,
@@ -177,7 +180,10 @@ def process_ids_of_this_worker():
 
 @pytest.mark.parametrize("fault", ["killed", pytest.param("stopped", marks=pytest.mark.long)])
 def test_rows_of_a_worker_that_outlives_its_executor_are_not_left(sessions, any_place, tmp_path, journal, fault):
-    """A worker that outlives its executor, or is stopped with it, writes after the commit. Nothing of it is left."""
+    """A worker writes after the commit, and nothing that it wrote is left.
+
+    The worker is late because it outlived its executor, or because SIGSTOP stopped it together with its executor.
+    """
     short_timeouts = {
         "spark.executor.heartbeatInterval": "1s",
         "spark.network.timeout": "8s",
@@ -217,21 +223,21 @@ def test_rows_of_a_worker_that_outlives_its_executor_are_not_left(sessions, any_
     worker = line["pids"][2]
     eventually(lambda: not is_alive(worker), 60, "the late worker has ended")
     check_commit(cluster, any_place, journal)
-    eventually(lambda: not any(map(is_alive, line["pids"])), 60, "its executor and its daemon have ended")
+    eventually(lambda: not any(map(is_alive, line["pids"])), 60, "the late worker's executor and daemon have ended")
 
 
 CASES = {
-    # Spark detects that the map stage returns other rows, but has already taken a result: it fails the job.
+    # Spark detects that the map stage returned other rows, but has already accepted a result, so it fails the job.
     "taken": ("true", "some"),
-    # Spark has taken no result: it reruns the whole stage that reads the rows.
+    # Spark has not accepted a result yet, so it reruns the whole stage that reads the rows.
     "again": ("true", "none"),
-    # Spark does not compare the rows, and takes rows of both runs.
+    # Spark does not compare the rows, and accepts results computed from both runs.
     "unseen": ("false", "some"),
 }
 
 
-def claimed(path):
-    """Whether this call is the first that creates the file."""
+def claim(path):
+    """Creates the file. Returns whether this call was the first to create it."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -242,9 +248,9 @@ def claimed(path):
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_recomputed_stage_with_other_rows_commits_what_spark_accepts(cluster, place, tmp_path, journal, case):
-    """A map stage is recomputed with other rows.
+    """If a recomputed map stage returns other rows, the rows that Spark accepts are committed.
 
-    The rows that Spark accepts are committed, or none if it fails the job.
+    If Spark fails the job, no row is committed.
     """
     checksum_enabled, results_before = CASES[case]
     cluster.conf.set("spark.sql.shuffle.orderIndependentChecksum.enabled", checksum_enabled)
@@ -267,14 +273,14 @@ def test_a_recomputed_stage_with_other_rows_commits_what_spark_accepts(cluster, 
             return
         executor = executor_pid()
         # One task kills its executor, which must have map output: on a slow machine an executor may have none.
-        if (tmp_path / f"map-{executor}").exists() and claimed(tmp_path / "killer"):
+        if (tmp_path / f"map-{executor}").exists() and claim(tmp_path / "killer"):
             if results_before == "some":
-                eventually(lambda: os.path.exists(result_taken), 60, "Spark has taken a result")
+                eventually(lambda: os.path.exists(result_taken), 60, "Spark has accepted a result")
             Path(died).touch()
             kill(executor)
             time.sleep(60)
         elif results_before == "none":
-            time.sleep(240)  # until Spark kills it, because its input is outdated: Spark must not take a result before
+            time.sleep(240)  # until Spark kills this task for its outdated input: no result may be accepted earlier
 
     dataset = rows_of(cluster).mapInArrow(add_salt, "id long, text string").repartition(4, "id")
     dataset = dataset.mapInArrow(die_after_reading, dataset.schema)

@@ -55,8 +55,8 @@ def cluster_master(request, sessions) -> str:
     return master_with_free_cores(request.param, request, sessions)
 
 
-def all_closed(journal: Journal, seconds: float = 20) -> None:
-    """Every open has a close in the same process."""
+def wait_until_all_closed(journal: Journal, seconds: float = 20) -> None:
+    """Waits until every listener that was opened has been closed in the same process."""
 
     def every_open_is_closed() -> bool:
         opened = sorted((e["pid"], e["listener"]) for e in journal.read(event="open"))
@@ -69,20 +69,20 @@ def all_closed(journal: Journal, seconds: float = 20) -> None:
     )
 
 
-def processes_end(journal: Journal, seconds: float = 20) -> None:
-    """Every process that opened a listener has ended."""
+def wait_until_processes_end(journal: Journal, seconds: float = 20) -> None:
+    """Waits until every process that opened a listener has ended."""
     pids = {e["pid"] for e in journal.read(event="open")}
     eventually(lambda: not any(is_alive(pid) for pid in pids), seconds, f"processes {pids} end")
 
 
-def java_of(process: subprocess.Popen[bytes]) -> psutil.Process:
+def driver_jvm(process: subprocess.Popen[bytes]) -> psutil.Process:
     """The JVM of a Python driver."""
     return java_processes(process.pid)[0]
 
 
 @pytest.mark.long
 def test_spark_stop_in_a_topology_closes_everything(tmp_path, journal, any_master):
-    """`spark.stop()` in a topology closes everything."""
+    """`spark.stop()` in a topology closes every listener, and the processes end."""
     script = RUNNING_DRIVER + driver_code("""
     topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")]).start()
     run(2)
@@ -90,26 +90,26 @@ def test_spark_stop_in_a_topology_closes_everything(tmp_path, journal, any_maste
     """)
     with driver_script(tmp_path, journal, any_master, script) as process:
         assert process.wait(120) == 0
-    all_closed(journal)
-    processes_end(journal)
+    wait_until_all_closed(journal)
+    wait_until_processes_end(journal)
     assert journal.read(event="close", listener="inner")
 
 
 def test_a_driver_that_ends_without_stop_closes_everything(tmp_path, journal, any_master):
-    """A script that ends without `stop` closes everything, and the log names no listener that is not closed."""
+    """When a script ends without `stop`, every listener closes, and the log reports no unclosed listener."""
     with driver_script(
         tmp_path, journal, any_master, RUNNING_DRIVER + 'spark.sparkContext.setLogLevel("WARN")'
     ) as process:
         assert process.wait(120) == 0
-    all_closed(journal)
-    processes_end(journal)
+    wait_until_all_closed(journal)
+    wait_until_processes_end(journal)
     assert "have not closed" not in (tmp_path / "driver.log").read_text()
 
 
 def test_ctrl_c_cancels_jobs_and_closes(tmp_path, journal, any_master):
-    """Ctrl-C in a topology cancels its jobs and closes in cancelled workers too.
+    """Ctrl-C in a topology cancels its jobs and closes all listeners, even those in cancelled workers.
 
-    KeyboardInterrupt is raised unchanged.
+    The KeyboardInterrupt is raised unchanged.
     """
     script = RUNNING_DRIVER + driver_code("""
     crew = stagecrew.crew(spark)
@@ -140,7 +140,7 @@ def test_ctrl_c_cancels_jobs_and_closes(tmp_path, journal, any_master):
     spark.stop()
     """)
     with driver_script(tmp_path, journal, any_master, script) as process:
-        eventually(lambda: len(journal.read(event="enter", listener="inner")) == 2, 90, "both tasks run")
+        eventually(lambda: len(journal.read(event="enter", listener="inner")) == 2, 90, "both tasks are running")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     (interrupted,) = journal.read(event="interrupted")
@@ -152,20 +152,20 @@ def test_ctrl_c_cancels_jobs_and_closes(tmp_path, journal, any_master):
     assert after_with["state"] == "closed"
     assert after_with["active"] == []
     assert after_with["ends"] == 2  # both in the first job: no task of the topology finished
-    all_closed(journal)
-    processes_end(journal)
+    wait_until_all_closed(journal)
+    wait_until_processes_end(journal)
     assert {e["error"] for e in journal.read(event="leave", listener="inner")} == {"TaskKilled"}
 
 
 @pytest.mark.parametrize("killed_process", [pytest.param("Python", marks=pytest.mark.long), "JVM"])
 def test_workers_and_executors_close_after_sigkill_of_the_driver(tmp_path, journal, any_master, killed_process):
-    """After SIGKILL of the Python driver or of its JVM, workers and executors close and end."""
+    """After SIGKILL of the Python driver or of its JVM, workers and executors close their listeners and end."""
     with driver_script(tmp_path, journal, any_master, RUNNING_DRIVER + "time.sleep(1000)") as process:
         eventually(lambda: len(journal.read(event="leave")) >= 2, 90, "the first job has finished")
-        jvm = java_of(process)
+        jvm = driver_jvm(process)
         (jvm if killed_process == "JVM" else psutil.Process(process.pid)).kill()
-        all_closed(journal, 40)
-        processes_end(journal, 40)
+        wait_until_all_closed(journal, 40)
+        wait_until_processes_end(journal, 40)
         eventually(lambda: not jvm.is_running() or jvm.status() == psutil.STATUS_ZOMBIE, 40, "the driver's JVM ends")
 
 
@@ -179,11 +179,11 @@ def test_workers_and_executors_close_after_sigkill_of_the_driver(tmp_path, journ
     indirect=["cluster_master"],
 )
 def test_an_executor_closes_at_sigterm(tmp_path, journal, cluster_master, second_job):
-    """An executor that gets SIGTERM closes listeners in its idle and busy workers and in its agent."""
+    """An executor that receives SIGTERM closes listeners in its idle and busy workers and in its agent."""
     with driver_script(tmp_path, journal, cluster_master, RUNNING_DRIVER + second_job):
         eventually(lambda: len(journal.read(event="leave")) >= 2, 90, "the first job has finished")
         if second_job.startswith("run"):
-            eventually(lambda: len(journal.read(event="enter")) >= 5, 60, "the tasks of the second job run")
+            eventually(lambda: len(journal.read(event="enter")) >= 5, 60, "the second job's tasks are running")
         opened = journal.read(event="open")
         executor = opened[0]["executor"]
         agent = next(e for e in opened if e["executor"] == executor and e["listener"] == "executor wide")
@@ -197,7 +197,10 @@ def test_an_executor_closes_at_sigterm(tmp_path, journal, cluster_master, second
 
 @pytest.mark.long
 def test_settings_alone_open_and_close_listeners_in_a_plain_script(tmp_path, journal, any_master):
-    """spark-submit with only `spark.plugins` and `spark.stagecrew.listeners` opens, decorates and closes."""
+    """With settings alone, listeners open and close in a submitted script that does not import stagecrew.
+
+    The settings are `spark.plugins` and `spark.stagecrew.listeners`.
+    """
     module = tmp_path / "submitted_listeners.py"
     module.write_text(
         textwrap.dedent(f"""
@@ -257,8 +260,8 @@ def test_settings_alone_open_and_close_listeners_in_a_plain_script(tmp_path, jou
     assert done.returncode == 0, done.stderr[-4000:]
     assert journal.read(event="driver") == [{"event": "driver", "imported": False}]
     assert len(journal.read(event="body", same=True)) == 4
-    all_closed(journal)
-    processes_end(journal)
+    wait_until_all_closed(journal)
+    wait_until_processes_end(journal)
     servers = journal.read(event="open", listener="server")
     assert len(servers) == len({e["executor"] for e in servers}) > 0
 
@@ -268,7 +271,7 @@ def test_without_worker_reuse_each_task_opens_and_closes(sessions: Sessions, jou
     spark = sessions.get(any_master, spark__python__worker__reuse="false")
     with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]) as topology:
         spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(journal)).collect()
-        all_closed(journal)
+        wait_until_all_closed(journal)
         assert len(journal.read(event="open")) == 4
     assert topology.report.opens == topology.report.closes == 4
     assert topology.report.lost == 0
@@ -279,10 +282,10 @@ def test_without_worker_reuse_each_task_opens_and_closes(sessions: Sessions, jou
     ["local[4]", *(pytest.param(one, marks=pytest.mark.long) for one in ("local-cluster[1,4,1024]", "standalone"))],
     indirect=True,
 )
-def test_idle_workers_close_before_spark_ends_them(sessions: Sessions, journal, any_master):
-    """Spark ends workers beyond `spark.python.factory.idleWorkerMaxPoolSize` at once.
+def test_idle_workers_close_before_spark_terminates_them(sessions: Sessions, journal, any_master):
+    """Idle workers close their listeners before Spark terminates them.
 
-    They close their listeners first.
+    Spark terminates workers beyond `spark.python.factory.idleWorkerMaxPoolSize` as soon as they are idle.
     """
     spark = sessions.get(any_master, spark__python__factory__idleWorkerMaxPoolSize="1")
     topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)])
@@ -300,7 +303,8 @@ def test_idle_workers_close_before_spark_ends_them(sessions: Sessions, journal, 
 def eight_slots_session(sessions: Sessions, jvm_listeners: tuple[str, str]):
     """A session with eight task slots on one executor.
 
-    An application listener in the JVM records each task that starts, right before it waits for a named topology's open.
+    A JVM listener of the application records each task that starts, right before the task waits until the named
+    topology's listeners are open.
     """
     jar, jvm_journal_path = jvm_listeners
     return sessions.get(
@@ -319,7 +323,7 @@ def test_concurrent_first_tasks_share_one_open(sessions: Sessions, journal, jvm_
     def slow(context):
         journal.write(event="open")
         eventually(
-            lambda: len(jvm_journal.read(event="enter", topology="application")) == 8, 20, "all eight tasks wait"
+            lambda: len(jvm_journal.read(event="enter", topology="application")) == 8, 20, "all eight tasks are waiting"
         )
         journal.write(event="opened", tasks=len(jvm_journal.read(event="enter", topology="application")))
         yield os.getpid()
@@ -336,7 +340,7 @@ def test_concurrent_first_tasks_share_one_open(sessions: Sessions, journal, jvm_
 
 
 def test_concurrent_first_tasks_share_a_failing_open(sessions: Sessions, journal, jvm_listeners, jvm_journal):
-    """If that open raises, each round of eight attempts shares one open, and all of them fail with its error."""
+    """If an executor-scoped open raises, all eight attempts of a round share that open and fail with its error."""
 
     class SlowAndFailing(Recorder):
         def open(self, context):
@@ -346,7 +350,7 @@ def test_concurrent_first_tasks_share_a_failing_open(sessions: Sessions, journal
                 eventually(
                     lambda: len(jvm_journal.read(event="enter", topology="application")) >= 8 * rounds,
                     5,
-                    "all eight tasks wait",
+                    "all eight tasks are waiting",
                 )
             raise ValueError("no such server")
 
@@ -381,8 +385,10 @@ def test_concurrent_first_tasks_share_a_failing_open(sessions: Sessions, journal
 
 
 def test_a_killed_executor_is_named_in_the_report(sessions: Sessions, journal):
-    """After SIGKILL of an executor, the report names it, its processes close on their own, and the exit does not
-    hang."""
+    """After SIGKILL of an executor, the report names the executor, and the exit does not hang.
+
+    The executor's Python processes close their listeners on their own.
+    """
     spark = sessions.get(LOCAL_CLUSTER)
     crew = stagecrew.crew(spark)
     with crew.topology("t", listeners=[Recorder(journal), executor_recorder(journal)]) as topology:
@@ -404,7 +410,7 @@ def test_a_killed_executor_is_named_in_the_report(sessions: Sessions, journal):
 def test_an_executor_closes_at_sigterm_despite_an_uninterruptible_task(
     sessions: Sessions, journal, jvm_listeners, jvm_journal
 ):
-    """At SIGTERM, the executor's Python and JVM listeners close although a JVM task still runs."""
+    """At SIGTERM, the executor's Python and JVM listeners close although a JVM task is still running."""
     spark = sessions.get(
         LOCAL_CLUSTER, spark__jars=jvm_listeners[0], spark__test__journal=jvm_listeners[1], spark__task__maxFailures="1"
     )
@@ -420,7 +426,7 @@ def test_an_executor_closes_at_sigterm_despite_an_uninterruptible_task(
     with topology:
         runner = threading.Thread(target=topology.wrap(sleep_in_jvm))
         runner.start()
-        eventually(lambda: jvm_journal.read(event="enter"), 60, "the task runs")
+        eventually(lambda: jvm_journal.read(event="enter"), 60, "the task is running")
         (opened,) = journal.read(event="open")
         psutil.Process(opened["pid"]).parent().terminate()
         eventually(lambda: journal.read(event="close"), 20, "the Python listener closes")

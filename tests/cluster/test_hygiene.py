@@ -1,4 +1,4 @@
-"""stagecrew leaks no secrets, processes or files, and Spark behaves the same with it."""
+"""stagecrew leaks no secrets, processes or files, and Spark behaves the same with stagecrew as without it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_driver(
 
 
 def encodings(secret: str) -> set[str]:
-    """A secret in all its encodings in text: plain, hexadecimal, and base64 at any offset in a larger value."""
+    """A secret in every form it can have in a text: plain, hexadecimal, and base64 at any offset in a larger value."""
     found = {secret, secret.encode().hex()}
     for offset in range(3):
         encoded = base64.b64encode(b"?" * offset + secret.encode()).decode()
@@ -115,7 +115,10 @@ def test_a_listeners_secret_appears_nowhere(journal, tmp_path, tmp_path_factory,
 
 @pytest.mark.long
 def test_the_channel_token_is_in_no_event_log(tmp_path, journal):
-    """In local mode, tasks share their properties with the job, so the token must not be one of them."""
+    """The token of the channel is in no event log.
+
+    With a local master, tasks share their properties with the job, so the token must not be a property.
+    """
     events = tmp_path / "events"
     events.mkdir()
     done = run_driver(f"""
@@ -184,7 +187,7 @@ def bare_python(tmp_path_factory) -> str:
     ],
 )
 def test_executors_need_only_pyspark(bare_python, journal, master_name, request, sessions):
-    """With a Python that lacks stagecrew and psutil, listeners of both scopes open, decorate and close."""
+    """On executors whose Python lacks stagecrew and psutil, listeners of both scopes open, decorate and close."""
     master = master_with_free_cores(master_name, request, sessions)
     done = run_driver(f"""
     from support.sessions import session_builder
@@ -231,7 +234,7 @@ def test_executors_need_only_pyspark(bare_python, journal, master_name, request,
     "master_name", [*(pytest.param(one, marks=pytest.mark.long) for one in ("local[2]", LOCAL_CLUSTER)), "standalone"]
 )
 def test_a_session_leaves_no_process_port_or_file(journal, master_name, request, sessions):
-    """After a session no process, port or file of stagecrew is left."""
+    """After a session has ended, no process, port or file of stagecrew is left."""
     master = master_with_free_cores(master_name, request, sessions)
     done = run_driver(f"""
     from support.script_prelude import *
@@ -258,8 +261,10 @@ def test_a_session_leaves_no_process_port_or_file(journal, master_name, request,
 
 @pytest.mark.long
 def test_twenty_sessions_leak_no_threads_or_descriptors(journal, tmp_path):
-    """Repeated sessions in one process leak no more threads and descriptors, in Python and the JVM, than plain
-    Spark."""
+    """Twenty sessions in one process leak at most three more threads or file descriptors than plain Spark.
+
+    The limit applies separately to threads and to descriptors, in Python and in the JVM.
+    """
     script = f"""
     import os, sys
     sys.path.insert(0, {TESTS!r})
@@ -312,7 +317,7 @@ def test_twenty_sessions_leak_no_threads_or_descriptors(journal, tmp_path):
 
 
 def test_spark_features_work_with_open_listeners(sessions: Sessions, journal):
-    """Accumulators, broadcasts, barrier tasks and files work with listeners open."""
+    """Accumulators, broadcasts, barrier tasks and files work while listeners are open."""
     spark = sessions.get("local[2,4]")
     sc = spark.sparkContext
     with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]):
@@ -353,9 +358,9 @@ FAULT_HANDLER, MEMORY, PROFILE = (
     ],
 )
 def test_sparks_python_settings_stay_in_effect(sessions: Sessions, journal, key, value):
-    """Unix sockets, pipelined UDFs, fault handler, memory limit and profiler are in effect.
+    """Spark's settings for workers stay in effect while listeners are open, and the listeners open and close as usual.
 
-    Listeners open and close.
+    They concern Unix sockets, pipelined UDFs, the fault handler, the memory limit and the profiler.
     """
     spark = sessions.get("local[2,4]", **{key.replace(".", "__"): value})
     sc = spark.sparkContext
@@ -388,11 +393,11 @@ def test_sparks_python_settings_stay_in_effect(sessions: Sessions, journal, key,
     stats = [profiler.stats() for _, profiler, _ in profiled]
     assert all(stats)
     assert any(name == "limits" for measured in stats for _, _, name in measured.stats) == (key == PROFILE)
-    profiled.clear()  # else PySpark prints them when Python ends
+    profiled.clear()  # otherwise PySpark prints the profiles when Python exits
 
 
-def test_a_worker_that_spark_ends_as_idle_closes_its_listeners(sessions: Sessions, journal, tmp_path):
-    """Spark's idle timeout for workers ends a worker with Spark's own error, and its listeners close."""
+def test_a_worker_that_spark_terminates_as_idle_closes_its_listeners(sessions: Sessions, journal, tmp_path):
+    """A worker that Spark terminates at its idle timeout closes its listeners, and the job fails with Spark's error."""
     # Only one attempt: a retry's new worker might reach the idle timeout while it imports pandas.
     spark = sessions.get("local[2,1]")
     limits = {"idleTimeoutSeconds": "3s", "killOnIdleTimeout": "true"}
@@ -402,7 +407,7 @@ def test_a_worker_that_spark_ends_as_idle_closes_its_listeners(sessions: Session
     def silent(row):
         import time
 
-        # Silent until killed. If Spark does not kill it, the test's own timeout fails the test.
+        # Yields nothing until Spark kills the worker. If Spark does not, the test's own timeout fails the test.
         while row is not None and not os.path.exists(done):
             time.sleep(0.05)
         return str(row)
@@ -432,8 +437,7 @@ def test_a_worker_that_spark_ends_as_idle_closes_its_listeners(sessions: Session
     "interrupt_threads", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "interrupted"]
 )
 def test_a_cancelled_task_that_ignores_taskkilled_is_killed(sessions: Sessions, journal, interrupt_threads):
-    """A task that swallows `TaskKilled` is killed with its process, whether or not Spark interrupts the task's
-    thread."""
+    """The process of a task that swallows `TaskKilled` is killed, whether or not Spark interrupts the task's thread."""
     spark = sessions.get("local[2,4]")
     topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)])
 
@@ -456,7 +460,7 @@ def test_a_cancelled_task_that_ignores_taskkilled_is_killed(sessions: Sessions, 
     runner = threading.Thread(target=topology.wrap(run_until_cancelled))
     with contextlib.suppress(ZeroDivisionError), topology:
         runner.start()
-        (first_run,) = eventually(lambda: journal.read(event="runs"), 60, "the task runs")
+        (first_run,) = eventually(lambda: journal.read(event="runs"), 60, "the task is running")
         raise ZeroDivisionError
     runner.join(60)
     eventually(lambda: not is_alive(first_run["pid"]), 30, "the task's process ends")
@@ -465,7 +469,7 @@ def test_a_cancelled_task_that_ignores_taskkilled_is_killed(sessions: Sessions, 
 
 
 def test_sparks_worker_logs_name_the_users_function(sessions: Sessions, journal):
-    """With the plugin, Spark's record of workers' output still names the user's function."""
+    """With the plugin, Spark's log of a worker's output still names the user's function."""
     spark = sessions.get("local[2,4]")
     spark.conf.set("spark.sql.pyspark.worker.logging.enabled", "true")
 
@@ -486,7 +490,7 @@ def test_sparks_worker_logs_name_the_users_function(sessions: Sessions, journal)
 
 @pytest.mark.long
 def test_os_exit_and_sys_exit_look_the_same_as_without_the_plugin(tmp_path, journal):
-    """`os._exit` in a worker and `sys.exit` in a submitted script look the same with and without the plugin."""
+    """`os._exit` in a worker and `sys.exit` in a submitted script have the same effects with and without the plugin."""
     (tmp_path / "submitted_pool.py").write_text(
         textwrap.dedent(f"""
         import os, stagecrew
@@ -545,7 +549,7 @@ def test_os_exit_and_sys_exit_look_the_same_as_without_the_plugin(tmp_path, jour
 
 
 def test_consecutive_sessions_have_separate_listeners(sessions: Sessions, journal):
-    """A second session in the same JVM has its own listeners and its own counts."""
+    """Tasks of a second session in the same JVM enter only that session's listeners. Every listener closes."""
     for i in range(2):
         sessions.stop()
         recorder = Recorder(journal, f"session {i}")
@@ -563,8 +567,10 @@ def test_consecutive_sessions_have_separate_listeners(sessions: Sessions, journa
 
 @pytest.mark.parametrize("master", ["local[1]", pytest.param("local-cluster[1,1,1024]", marks=pytest.mark.long)])
 def test_local_masters_use_the_drivers_interpreter(tmp_path, master):
-    """In a local master, workers and agents run the driver's interpreter, not the PATH's, unless PYSPARK_PYTHON is
-    set."""
+    """With a local master and without PYSPARK_PYTHON, workers and agents run the driver's interpreter.
+
+    They do not run the first `python3` on the PATH.
+    """
     failing_python = tmp_path / "python3"
     failing_python.write_text("#!/bin/sh\nexit 3\n")
     failing_python.chmod(0o700)
@@ -615,7 +621,7 @@ def test_a_wrapper_script_as_interpreter_works(tmp_path):
     def wrapper_processes():
         return [p for p in psutil.process_iter(["cmdline"]) if any(one.endswith("/wrapped-python") for one in p.info["cmdline"] or ())]
     eventually(lambda: not wrapper_processes(), 20, "the wrapper scripts end")
-    eventually(lambda: not any(is_alive(pid) for pid in pids), 20, "their child processes end")
+    eventually(lambda: not any(is_alive(pid) for pid in pids), 20, "the wrapped interpreters end")
     print("GONE")
     """,
         PYSPARK_PYTHON=str(wrapper),

@@ -1,4 +1,4 @@
-"""Releases when executors start, migrate their outputs, leave and die. Each test has its own session."""
+"""Partitions are released while executors start, migrate outputs, leave and die. Each test has its own session."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shuffle_files_in(directories: set[str]) -> list[str]:
 
 
 def tables_are_empty(crew) -> bool:
-    """Whether the table of every executor is empty."""
+    """Whether the partition table of every executor is empty."""
     return not [one for one in crew.partitions() if one.outputs or one.blocks or one.in_progress]
 
 
@@ -65,13 +65,16 @@ def test_everything_is_released_when_the_bus_drops_nearly_every_event(sessions, 
     assert dropped_events(spark) > 0
 
 
-#: Seconds in which dynamic allocation must remove the executors, and in which plain Spark must keep them.
+#: Dynamic allocation must remove the executors within this many seconds. Plain Spark must keep them that long.
 REMOVAL_SECONDS = 10
 
 
 @pytest.mark.long
 def test_executors_of_ended_topologies_are_removed_by_dynamic_allocation(sessions, tmp_path):
-    """With shuffle tracking, executors of ended topologies are removed within seconds. Those of plain Spark are not."""
+    """Dynamic allocation removes the executors of ended topologies within seconds, despite shuffle tracking.
+
+    Plain Spark keeps executors that have shuffle outputs.
+    """
     settings = {
         "spark__dynamicAllocation__enabled": "true",
         "spark__dynamicAllocation__minExecutors": "0",
@@ -111,7 +114,7 @@ def slow_to_close(context, path, seconds):
 
 
 def test_an_executor_is_not_idle_while_a_topology_closes_on_it(sessions, journal):
-    """An executor on which a topology closes becomes idle only after its listeners are closed. Then it is removed."""
+    """An executor counts as idle only once a closing topology's listeners are closed on it. Then it is removed."""
     spark = sessions.get(
         TWO_EXECUTORS,
         spark__dynamicAllocation__enabled="true",
@@ -122,7 +125,7 @@ def test_an_executor_is_not_idle_while_a_topology_closes_on_it(sessions, journal
     monitor = spark.sparkContext._jsc.sc().executorAllocationManager().get().executorMonitor()
     crew = stagecrew.crew(spark)
     topology = crew.topology("t", listeners=[slow_to_close(journal.path, 6)]).start()
-    # Both tasks end at the same time, right before the exit, so no executor was idle before.
+    # Both tasks end at the same time, right before the exit, so no executor was idle until then.
     meet = rendezvous(journal.path, "both", 2)
     dataset = spark.sparkContext.parallelize(range(2), 2).map(lambda n: (n, n)).partitionBy(2).mapPartitions(meet)
     assert len(dataset.collect()) == 2
@@ -153,7 +156,10 @@ def dies_at_close(context, path):
 
 @pytest.mark.long
 def test_the_exit_does_not_wait_for_an_executor_lost_during_the_release(sessions, tmp_path, journal):
-    """Nothing is left on the other executors, and a dataset that is used again has the right rows."""
+    """If an executor is lost during the release, the exit does not wait for that executor.
+
+    Nothing is left on the other executors, and a dataset that is used again has the right rows.
+    """
     spark = sessions.get(LOCAL_CLUSTER)
     crew = stagecrew.crew(spark)
     stored_before = set(map_outputs(spark)), set(shuffle_files(spark, tmp_path))
@@ -173,7 +179,7 @@ def test_the_exit_does_not_wait_for_an_executor_lost_during_the_release(sessions
 
 
 def test_outputs_of_both_attempts_of_a_stage_are_released(sessions, tmp_path, journal):
-    """Outputs of two attempts of a stage are released, although an executor with some of them was killed in between."""
+    """Outputs of both attempts of a stage are released, even if an executor with some of them was killed in between."""
     spark = sessions.get(LOCAL_CLUSTER)
     crew = stagecrew.crew(spark)
     stored_before = set(map_outputs(spark)), set(shuffle_files(spark, tmp_path))
@@ -204,7 +210,7 @@ def test_outputs_of_both_attempts_of_a_stage_are_released(sessions, tmp_path, jo
 
 
 def test_outputs_of_speculative_attempts_are_released(sessions, standalone, tmp_path, journal):
-    """Two attempts write the same partition. Nothing is left of either, whichever wins."""
+    """When two speculative attempts write the same partition, no output of either is left, whichever attempt wins."""
     spark = sessions.get(
         standalone,
         spark__speculation="true",
@@ -239,7 +245,7 @@ def test_outputs_of_speculative_attempts_are_released(sessions, standalone, tmp_
 
 @pytest.mark.long
 def test_outputs_in_an_external_shuffle_service_are_deleted_at_the_exit(sessions, tmp_path):
-    """The service deletes the outputs of a lost executor at the exit.
+    """At the exit, the external shuffle service deletes the outputs of a lost executor.
 
     Outputs of live executors are released as usual.
     """
@@ -252,7 +258,7 @@ def test_outputs_in_an_external_shuffle_service_are_deleted_at_the_exit(sessions
 
 
 def check_release_after_executor_loss(spark, tmp_path):
-    """Exits a topology that has outputs of a killed executor."""
+    """Exits a topology that has outputs of a killed executor, and checks that nothing is left and rows are right."""
     crew = stagecrew.crew(spark)
     with crew.topology("t"):
         dataset = summed_rdd(spark)
@@ -362,7 +368,7 @@ def decommissioning_session(sessions, tmp_path, **settings):
 
 
 def large_shuffle(spark):
-    """An RDD whose 16 map outputs have 16 MB each."""
+    """An RDD with 16 map outputs of 16 MB each."""
     rows = spark.sparkContext.parallelize(range(16), 16)
     return rows.flatMap(lambda _: [(i, os.urandom(1 << 20)) for i in range(16)]).groupByKey(2)
 
@@ -370,7 +376,7 @@ def large_shuffle(spark):
 def test_outputs_that_migrate_during_the_exit_are_released_on_arrival(sessions, tmp_path):
     """Outputs that migrate between executors during the exit are released on arrival.
 
-    A shuffle that is used again is kept.
+    A shuffle that is used again outside any topology is kept.
     """
     spark, directories = decommissioning_session(sessions, tmp_path)
     dataset = large_shuffle(spark)

@@ -1,4 +1,4 @@
-"""Releases with each of Spark's shuffle writers, users' own shuffle plugins, SQL queries and checkpoints."""
+"""How partitions are released with Spark's shuffle writers, users' shuffle plugins, SQL queries and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TWO_EXECUTORS = "local-cluster[2,1,1024]"
 
 
 def tables_are_empty(crew) -> bool:
-    """Whether the table of every executor is empty."""
+    """Whether the partition table of every executor is empty."""
     return not [one for one in crew.partitions() if one.outputs or one.blocks or one.in_progress]
 
 
 def test_outputs_of_every_shuffle_writer_are_released(sessions, tmp_path):
-    """Nothing is left of the outputs of the bypass, the sort and the (spilling) unsafe writer."""
+    """No output of the bypass writer, the sort writer or the spilling unsafe writer is left after the exit."""
     sessions.stop()  # in a new application stage ids start at 0
     spark = sessions.get(
         LOCAL,
@@ -71,8 +71,8 @@ def test_outputs_of_every_shuffle_writer_are_released(sessions, tmp_path):
 def test_shuffles_of_the_old_fetch_protocol_are_not_tracked(sessions, tmp_path):
     """With the old protocol, map outputs are named by partition, not by attempt.
 
-    Recomputed outputs have the names of released ones. Therefore such shuffles are not tracked, and no recomputed
-    output is lost.
+    Recomputed outputs would have the same names as released outputs. Therefore such shuffles are not tracked, and no
+    recomputed output is lost.
     """
     sessions.stop()  # the test counts every file of its session
     spark = sessions.get(TWO_EXECUTORS, spark__shuffle__useOldFetchProtocol="true")
@@ -183,10 +183,10 @@ def compile_into_jar(folder: Path, name: str, source: str) -> None:
 
 @pytest.mark.long
 def test_custom_shuffle_plugins_keep_working(tmp_path, journal):
-    """A user's ShuffleDataIO becomes the delegate.
+    """A user's ShuffleDataIO becomes the delegate, and its outputs are released.
 
-    One that stores elsewhere, and a foreign shuffle manager, work untracked, and the log says so once. Their outputs
-    are left alone and are read again after the exit.
+    A ShuffleDataIO with reliable storage and users' shuffle managers work without tracking: their outputs are kept and
+    are read again after the exit. For each shuffle manager, the log says so once.
     """
     compile_into_jar(tmp_path, "Own", JAVA)
     script = f"""
@@ -306,10 +306,10 @@ public class Late extends LocalDiskShuffleDataIO {
 
 @pytest.mark.long
 def test_outputs_finished_after_the_exit_are_deleted_by_their_own_tasks(tmp_path, journal):
-    """Some tasks ignore their cancellation and finish their outputs after the exit.
+    """Tasks that ignore their cancellation finish their outputs after the exit, and delete the outputs themselves.
 
-    Their own threads delete the outputs before the attempts end; until then nothing touches them. No file, no output in
-    the tracker and no table entry is left.
+    The thread of each task deletes the output before the attempt ends, and nothing else touches the output before. No
+    file, no output in the tracker and no table entry is left.
     """
     compile_into_jar(tmp_path, "Late", LATE)
     script = f"""
@@ -349,7 +349,7 @@ try:
         threads = [threading.Thread(target=topology.wrap(cancelled), args=(run,)) for run in counts]
         for thread in threads:
             thread.start()
-        eventually(lambda: len(journal.read(event="writes")) == 3, 60, "all three tasks write")
+        eventually(lambda: len(journal.read(event="writes")) == 3, 60, "all three tasks are writing")
         began = on_disk()
         raise ZeroDivisionError
 except ZeroDivisionError:
@@ -482,8 +482,8 @@ def test_queries_give_the_same_rows_as_plain_spark(sessions, tmp_path, settings)
     assert not map_outputs(spark)
 
 
-def test_reliable_checkpoints_survive_the_exit(sessions, tmp_path):
-    """A reliable checkpoint made in a topology is read after the exit. Later reads need no released output."""
+def test_checkpoints_survive_the_exit(sessions, tmp_path):
+    """Reliable and local checkpoints made in a topology can be read after the exit, without any released output."""
     spark = sessions.get(LOCAL)
     spark.sparkContext.setCheckpointDir(str(tmp_path / "checkpoints"))
     crew = stagecrew.crew(spark)

@@ -83,7 +83,7 @@ def comparable(path: list[str], jar: str) -> list[str]:
 
 
 def test_workers_find_modules_of_the_nodes_python_path(sessions, standalone):
-    """As in plain Spark, an executor's own PYTHONPATH is used: a module that only the node provides is found."""
+    """As in plain Spark, workers use their node's own PYTHONPATH, so a module that only the node provides is found."""
 
     def find_module(rows):
         import sys
@@ -104,8 +104,8 @@ def test_workers_find_modules_of_the_nodes_python_path(sessions, standalone):
 def test_workers_have_plain_sparks_path_plus_the_jar(tmp_path, master, with_user):
     """With the plugin, the workers' `sys.path` is plain Spark's plus the jar, once.
 
-    A module of the node's own PYTHONPATH is found with `configure`, with only `spark.plugins`, and next to a user's
-    `spark.executorEnv.PYTHONPATH`.
+    With `configure` and with only `spark.plugins`, a module on the node's own PYTHONPATH is found if plain Spark finds
+    it. A user's `spark.executorEnv.PYTHONPATH` makes no difference to this.
     """
     node, user = tmp_path / "the driver's host", tmp_path / "user"
     node.mkdir()

@@ -31,8 +31,8 @@ def names_in(spark, key):
 """
 
 
-def other_jar(folder: Path) -> Path:
-    """A jar of the user with one file in it."""
+def create_user_jar(folder: Path) -> Path:
+    """Creates a user's jar with one file in it."""
     path = folder / "of the user.jar"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("of-the-user.txt", "here")
@@ -52,11 +52,11 @@ def run_script(command: list[str], folder: Path, journal: Journal, script: str, 
 
 @pytest.mark.parametrize("jar_is_named", [pytest.param(False, marks=pytest.mark.long), True])
 def test_configure_switches_stagecrew_on_in_a_submitted_script(tmp_path, journal, jar_is_named):
-    """`configure` alone switches stagecrew on in an application of spark-submit. Listeners open and close.
+    """`configure` alone switches stagecrew on in an application started by spark-submit. Listeners open and close.
 
-    Executors have the user's jar and the stagecrew jar once each, whether or not `--jars` names the latter.
+    Executors have the user's jar and the stagecrew jar once each, whether or not `--jars` names the stagecrew jar.
     """
-    jars = [str(other_jar(tmp_path)), *([stagecrew.jar_path()] if jar_is_named else [])]
+    jars = [str(create_user_jar(tmp_path)), *([stagecrew.jar_path()] if jar_is_named else [])]
     submit = [str(Path(pyspark.__file__).parent / "bin" / "spark-submit"), "--master", "local-cluster[1,1,1024]"]
     submit += ["--jars", ",".join(jars), "--conf", "spark.plugins=", *CONF]
     run_script(submit, tmp_path, journal, """
@@ -81,11 +81,11 @@ def test_configure_switches_stagecrew_on_in_a_submitted_script(tmp_path, journal
 
 @pytest.mark.long
 def test_consecutive_sessions_in_one_process_keep_their_jars(tmp_path, journal):
-    """Each session has, once, the stagecrew jar and the jars of PYSPARK_SUBMIT_ARGS and of the first builder.
+    """Each session has the stagecrew jar, the jar in PYSPARK_SUBMIT_ARGS and the jar in its builder, once each.
 
     `create` starts a session just as `getOrCreate` does.
     """
-    jar = other_jar(tmp_path)
+    jar = create_user_jar(tmp_path)
     other = tmp_path / "mine.jar"
     other.write_bytes(jar.read_bytes())
     arguments = f"--conf 'spark.jars={jar}' {' '.join(CONF)} pyspark-shell"

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run on every master."""
+"""Fixtures for the tests that run on every master."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Event-time alignment on real Spark.
 
-No source is ahead by more than the drift and one batch, whatever fails or is idle.
+No source gets ahead of another by more than the drift plus one batch, whichever source fails or is idle.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def cluster(sessions):
     return sessions.get(LOCAL_CLUSTER, **{"spark.task.maxFailures": "30"})
 
 
-def read_at_pace(path: str, pace: dict[int, float], dies: int | None = None, marker: str = "") -> Any:
-    """Work that reads a hundred event times at its subtask's pace and records each one when it may read it."""
+def read_at_pace(path: str, pace: dict[int, float], dies_at: int | None = None, marker: str = "") -> Any:
+    """Returns work that reads 100 event times at its subtask's pace. It records each one when the aligner admits it."""
 
     def work(aligner, batches):
         for _ in batches:
@@ -45,12 +45,12 @@ def read_at_pace(path: str, pace: dict[int, float], dies: int | None = None, mar
         for event in range(100):
             aligner.advance(event)
             journal.write(subtask=aligner.subtask, at=event, pid=os.getpid())
-            if event == 0:  # a task that has not begun holds no other
+            if event == 0:  # a task that has not begun holds back no other task
                 eventually(
                     lambda: {entry["subtask"] for entry in journal.read()} == set(pace), 60, "all tasks take part"
                 )
             time.sleep(pace[aligner.subtask])
-            if event == dies and aligner.subtask == 0 and not os.path.exists(marker):
+            if event == dies_at and aligner.subtask == 0 and not os.path.exists(marker):
                 Path(marker).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         yield pa.record_batch({"subtask": [aligner.subtask]})
@@ -60,17 +60,17 @@ def read_at_pace(path: str, pace: dict[int, float], dies: int | None = None, mar
 
 def distances(entries: list[dict[str, Any]]) -> list[int]:
     """How far each read was ahead of the slower task's last read, while both were reading."""
-    at: dict[int, int] = {}
+    last_read: dict[int, int] = {}
     found = []
     for entry in entries:
-        at[entry["subtask"]] = entry["at"]
-        if len(at) == 2 and min(at.values()) < 99:
-            found.append(entry["at"] - min(at.values()))
+        last_read[entry["subtask"]] = entry["at"]
+        if len(last_read) == 2 and min(last_read.values()) < 99:
+            found.append(entry["at"] - min(last_read.values()))
     return found
 
 
 def test_tasks_at_different_paces_stay_within_the_drift(cluster, journal):
-    """Two tasks at different paces stay within the drift and one event."""
+    """Two tasks at different paces stay within the drift plus one event of each other."""
     with stagecrew.crew(cluster).topology("t") as topology:
         alignment = topology.align("a", DRIFT)
         rows = alignment.map(
@@ -86,16 +86,16 @@ def test_tasks_at_different_paces_stay_within_the_drift(cluster, journal):
 
 
 def test_a_dead_task_holds_no_other_until_its_next_attempt(cluster, journal, tmp_path):
-    """Other tasks do not wait for a dead one. Its next attempt starts from the beginning and holds them again."""
+    """Other tasks do not wait for a dead task. Its next attempt starts over, and they wait for it again."""
     with stagecrew.crew(cluster).topology("t") as topology:
         alignment = topology.align("a", DRIFT)
-        work = read_at_pace(journal.path, {0: 0.005, 1: 0.005}, dies=30, marker=str(tmp_path / "died"))
+        work = read_at_pace(journal.path, {0: 0.005, 1: 0.005}, dies_at=30, marker=str(tmp_path / "died"))
         assert alignment.map(cluster.range(0, 2, 1, 2), work, "subtask long").count() == 2
     assert len([entry for entry in journal.read() if entry["subtask"] == 0]) == 131
 
 
 def test_idle_and_finished_sources_hold_no_other(cluster, tmp_path):
-    """A source that calls `idle` or `finish` holds no other source, even without `idle_after`."""
+    """A source that calls `idle` or `finish` holds back no other source, even without `idle_after`."""
     waiting, held, passed = tmp_path / "there", tmp_path / "held", tmp_path / "passed"
 
     def work(aligner, batches):
@@ -125,7 +125,7 @@ def test_idle_and_finished_sources_hold_no_other(cluster, tmp_path):
 
 
 def test_a_silent_source_holds_no_other_after_idle_after(cluster, tmp_path):
-    """A source that reports nothing holds no other source after `idle_after` seconds."""
+    """A source that reports nothing holds back no other source after `idle_after` seconds."""
     began, passed = tmp_path / "there", tmp_path / "passed"
 
     def work(aligner, batches):
@@ -148,9 +148,9 @@ def test_a_silent_source_holds_no_other_after_idle_after(cluster, tmp_path):
 
 
 def test_waiting_too_long_for_a_stalled_source_raises(cluster, tmp_path):
-    """A task that waits too long for another one gets an error that says what to do.
+    """A task that waits too long for another task gets an error that says what to do.
 
-    So does one with a wrong type of time.
+    An event time that cannot be compared with the earlier ones raises an error, too.
     """
     began, raised = tmp_path / "there", tmp_path / "told"
 
@@ -176,7 +176,7 @@ def test_waiting_too_long_for_a_stalled_source_raises(cluster, tmp_path):
 
 
 def test_merged_sources_are_read_within_the_drift(cluster, journal):
-    """Splits of several sources, one of them skewed, are read within the drift. Every row is returned."""
+    """Splits of several sources, one of them skewed, are read within the drift. Every row is returned once."""
     sources = {"a": list(range(0, 200, 5)), "b": list(range(0, 200, 50)), "c": [199]}
     path = journal.path
 
@@ -207,9 +207,9 @@ def test_merged_sources_are_read_within_the_drift(cluster, journal):
 
 
 def test_the_example_stream_resumes_from_its_checkpoint(sessions, tmp_path):
-    """The stream is stopped, fails in a batch and restarts from its checkpoint.
+    """After a stop, and after a failure in a batch, the example's stream resumes from its checkpoint.
 
-    It returns each row once, within the drift.
+    It returns each row once, and the sources of a batch stay within the drift.
     """
     spark = sessions.get(LOCAL)
     example = runpy.run_path(str(Path(__file__).parents[2] / "docs/examples/aligned_stream.py"))
@@ -252,9 +252,9 @@ def test_the_example_stream_resumes_from_its_checkpoint(sessions, tmp_path):
 
 
 def test_a_rejected_call_does_not_use_up_a_name_or_an_alignment(cluster):
-    """A rejected call uses up nothing: the corrected call with the same name or alignment works.
+    """A rejected call uses up neither the name nor the alignment: the corrected call works.
 
-    Only the next one fails.
+    Only a further dataset for the same alignment is rejected.
     """
     with stagecrew.crew(cluster).topology("t") as topology:
         with pytest.raises(stagecrew.errors.OperatorMisused, match="idle_after"):
@@ -274,7 +274,7 @@ def test_a_rejected_call_does_not_use_up_a_name_or_an_alignment(cluster):
 
 
 def test_invalid_arguments_are_rejected(cluster):
-    """Arguments that are no function, no seconds or no ordered times are rejected, and so is a closed topology."""
+    """An `idle_after` of zero, a non-function, event times that go back and a closed topology are rejected."""
     with stagecrew.crew(cluster).topology("t") as topology:
         with pytest.raises(stagecrew.errors.OperatorMisused, match="idle_after is the number of seconds"):
             topology.align("a", DRIFT, idle_after=0)

@@ -29,14 +29,14 @@ def error_of_configuration(sessions: Sessions, **conf: str) -> str:
 
 
 def test_a_custom_daemon_module_is_refused(sessions):
-    """A user's own `spark.python.daemon.module` is refused with its name and the remedy."""
+    """A user's own `spark.python.daemon.module` is refused. The error contains the setting and the remedy."""
     text = error_of_configuration(sessions, spark__python__daemon__module="my.daemon")
     assert "spark.python.daemon.module=my.daemon" in text
     assert "remove this setting" in text
 
 
 def test_running_without_a_daemon_is_refused(sessions):
-    """`spark.python.use.daemon=false` is refused with the remedy."""
+    """`spark.python.use.daemon=false` is refused, and the error says what to do."""
     text = error_of_configuration(sessions, spark__python__use__daemon="false")
     assert "spark.python.use.daemon=false" in text
     assert "remove this setting" in text
@@ -49,7 +49,7 @@ def test_unified_udf_execution_is_refused_at_the_start(sessions):
 
 
 def test_a_running_context_without_the_plugin_is_refused(sessions, journal):
-    """If a SparkContext already runs without the plugin, `configure` and `crew` raise and say what to do."""
+    """If a SparkContext is already running without the plugin, `configure` and `crew` raise and say what to do."""
     sessions.stop()
     plain = session_builder("local[1]").getOrCreate()
     try:
@@ -63,7 +63,7 @@ def test_a_running_context_without_the_plugin_is_refused(sessions, journal):
 
 
 def test_configure_returns_a_running_session_and_refuses_new_listeners(sessions, journal):
-    """`configure` returns the running session. It refuses new application listeners by name."""
+    """`configure` returns the running session. It refuses new application listeners and names them."""
     mine = Recorder(journal, "mine")
     spark = sessions.get("local[1]", listeners=(mine,))
     assert stagecrew.is_active(spark)
@@ -75,7 +75,7 @@ def test_configure_returns_a_running_session_and_refuses_new_listeners(sessions,
 
 
 def test_a_listener_class_and_an_uncalled_resource_are_refused(sessions):
-    """A listener class, and a resource that was not called, are refused with the correct form."""
+    """A listener class, and a resource that was not called, are refused, and the error says why."""
     crew = stagecrew.crew(sessions.get("local[1]"))
 
     @stagecrew.resource()
@@ -101,8 +101,7 @@ def test_a_listener_that_cannot_be_pickled_is_named(sessions, journal):
 
 
 def test_a_listener_name_that_cannot_be_imported_fails_the_job(sessions, caplog):
-    """A name in `spark.stagecrew.listeners` that nothing can import fails the job, and the error's first line says
-    so."""
+    """If the name of a listener cannot be imported at all, the job fails, and the error's first line says so."""
     spark = sessions.get("local[2,2]", spark__stagecrew__listeners="no_such_module:pool")
     assert "the driver has no module 'no_such_module'" in caplog.text
     with pytest.raises(
@@ -116,7 +115,7 @@ def test_a_listener_name_that_cannot_be_imported_fails_the_job(sessions, caplog)
 
 
 def test_a_missing_attribute_in_a_listener_name_stops_the_session(sessions, tmp_path, monkeypatch):
-    """A name whose module lacks the attribute fails the start, and the session is stopped."""
+    """If the module of a listener name lacks the attribute, the session fails to start and is stopped."""
     (tmp_path / "without_a_pool.py").write_text("import stagecrew\n")
     monkeypatch.syspath_prepend(tmp_path)
     sessions.stop()
@@ -126,7 +125,7 @@ def test_a_missing_attribute_in_a_listener_name_stops_the_session(sessions, tmp_
 
 
 def test_a_listener_name_that_only_the_driver_can_import_is_reported(sessions, tmp_path, monkeypatch):
-    """A name in `spark.stagecrew.listeners` that only the driver can import fails the job with the remedy."""
+    """If only the driver can import the name of a listener, the job fails, and the error says what to do."""
     (tmp_path / "of_the_driver.py").write_text(
         "import stagecrew\nclass Pool(stagecrew.Listener): pass\npool = Pool()\n"
     )
@@ -195,7 +194,7 @@ def test_a_jar_of_another_version_is_refused(tmp_path):
 
 
 def test_a_missing_jar_is_reported(monkeypatch):
-    """Without its jar, the package says how to restore it."""
+    """If its jar is missing, the package says how to restore the jar."""
     from stagecrew import jar
 
     monkeypatch.setattr(jar, "__version__", "9.9.9")
@@ -205,7 +204,7 @@ def test_a_missing_jar_is_reported(monkeypatch):
 
 @pytest.mark.long
 def test_stagecrew_works_after_a_plain_session_in_the_same_jvm(tmp_path):
-    """stagecrew works in a process whose JVM was started by a session without it."""
+    """stagecrew works in a process whose JVM was started by a session without the plugin."""
     done = run_driver("""
     from support.sessions import session_builder
     import stagecrew

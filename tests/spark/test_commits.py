@@ -58,16 +58,16 @@ def map_batches(dataset: Any, work: Any) -> Any:
 
 
 def test_a_pending_commit_resumes_in_the_same_session(few_retries, place):
-    """A decided commit that could not be applied resumes when it is called again, even without a commit log.
+    """A decided commit that could not be applied resumes when `commit` is called again, even without a commit log.
 
-    No task runs.
+    The second call runs no task.
     """
     failures_left = [4]
     sink = place.sink()
     commit = type(sink).commit
 
     class UnreachableSink(type(sink)):
-        """A sink that cannot be reached for the first calls."""
+        """A sink that cannot be reached during the first calls of `commit`."""
 
         def commit(self, staging, messages):
             if failures_left[0]:
@@ -95,14 +95,14 @@ def test_a_pending_commit_resumes_in_the_same_session(few_retries, place):
 
 @pytest.mark.long
 def test_ctrl_c_while_tasks_stage_leaves_nothing(cluster, place):
-    """Ctrl-C while tasks stage: nothing is visible, and nothing is left."""
+    """After Ctrl-C while tasks are staging rows, no row is visible, and nothing is left."""
     import threading
 
     sink = place.sink()
     stage = type(sink).stage
 
     class SlowSink(type(sink)):
-        """Its tasks stage all rows, then keep running."""
+        """A sink whose tasks stage all rows, then keep running."""
 
         def stage(self, staging, partition, attempt, batches):
             message = stage(self, staging, partition, attempt, batches)
@@ -113,7 +113,9 @@ def test_ctrl_c_while_tasks_stage_leaves_nothing(cluster, place):
 
     def interrupt():
         with contextlib.suppress(AssertionError):
-            eventually(lambda: topology.progress.get("commit/1", {}).get("staging", 0) >= 2, 20, "tasks stage")
+            eventually(
+                lambda: topology.progress.get("commit/1", {}).get("staging", 0) >= 2, 20, "tasks are staging rows"
+            )
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt), stagecrew.crew(cluster).topology("t") as topology:
@@ -123,6 +125,7 @@ def test_ctrl_c_while_tasks_stage_leaves_nothing(cluster, place):
     assert place.leftovers() == []
 
 
+#: A driver that kills itself at the step with number `dies_at`. If `dies_at` is 0, it commits twice instead.
 DRIVER = """
 import os, signal
 from support.sink_targets import SinkTarget, ROWS, rows_of
@@ -131,7 +134,7 @@ from support.commit_trials import Driver, Killed
 class DyingDriver(Driver):
     def moment(self, name, holds_lock=False):
         super().moment(name)
-        if self.moments == {at}:
+        if self.moments == {dies_at}:
             os.kill(os.getpid(), signal.SIGKILL)
 
 place = SinkTarget.__new__(SinkTarget)
@@ -152,7 +155,7 @@ class WatchedSink(type(sink)):
         return (type(sink).__mro__[1].__new__, (type(sink).__mro__[1],), self.__getstate__())
 
 sink.__class__ = WatchedSink
-for _ in range(1 if {at} else 2):
+for _ in range(1 if {dies_at} else 2):
     with stagecrew.crew(spark).topology("t") as topology:
         report = topology.commit(rows_of(spark), sink, "one", commit_log)
     files = sorted((str(path), path.stat().st_size) for path in place.folder.rglob("*") if path.is_file())
@@ -162,17 +165,17 @@ spark.stop()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("at", range(2, 13))  # from the opening of the commit to the write that it is done
+@pytest.mark.parametrize("dies_at", range(2, 13))  # from the beginning of the commit to the record that it is done
 @pytest.mark.parametrize("name", ["parquet", "sqlite", "iceberg", "objects"])
-def test_a_commit_survives_sigkill_of_its_driver(sessions, tmp_path, journal, name, at):
-    """After SIGKILL of the driver, the next one commits all rows once and leaves nothing. A repeat changes nothing."""
+def test_a_commit_survives_sigkill_of_its_driver(sessions, tmp_path, journal, name, dies_at):
+    """After SIGKILL of a driver, the next driver commits all rows once and leaves nothing. A repeat changes nothing."""
     sessions.stop()
     (tmp_path / "sink").mkdir()
     place = SinkTarget(name, tmp_path / "sink")
 
     def script(moment: int) -> str:
         values = {
-            "at": moment, "name": name, "folder": str(place.folder), "conf": place.conf,
+            "dies_at": moment, "name": name, "folder": str(place.folder), "conf": place.conf,
             "log": str(tmp_path / "log"),
         }  # fmt: skip
         text = DRIVER
@@ -181,7 +184,7 @@ def test_a_commit_survives_sigkill_of_its_driver(sessions, tmp_path, journal, na
         return text
 
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
-    with driver_script(tmp_path / "one", journal, "local[2]", script(at)) as process:
+    with driver_script(tmp_path / "one", journal, "local[2]", script(dies_at)) as process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(120)
         assert process.returncode == -signal.SIGKILL
@@ -189,7 +192,7 @@ def test_a_commit_survives_sigkill_of_its_driver(sessions, tmp_path, journal, na
     with driver_script(tmp_path / "two", journal, "local[2]", script(0)) as process:
         assert process.wait(120) == 0
     second_run, repeat = journal.read(event="done")
-    assert second_run["repeated"] == (at >= 6)  # after the decision was written
+    assert second_run["repeated"] == (dies_at >= 6)  # after the decision was written
     assert repeat["repeated"]
     assert second_run["files"] == repeat["files"]
     assert place.visible() == ROWS
@@ -198,9 +201,9 @@ def test_a_commit_survives_sigkill_of_its_driver(sessions, tmp_path, journal, na
 
 @pytest.mark.parametrize("pending", [True, False])
 def test_a_pending_commit_in_foreach_batch_is_not_the_jobs_fault(sessions, pending):
-    """`foreachBatch` reports an exception only as text.
+    """A pending commit in `foreachBatch` does not count as a failure of the job.
 
-    A pending commit in it must still not count as a failure of the job.
+    It must be recognized although Spark passes on an exception raised in `foreachBatch` only as text.
     """
 
     def process_batch(frame, batch):
@@ -215,7 +218,7 @@ def test_a_pending_commit_in_foreach_batch_is_not_the_jobs_fault(sessions, pendi
 
 
 def test_two_topologies_that_commit_at_once_succeed_or_conflict(cluster, place):
-    """If two topologies commit to the same place, both commits succeed, or one raises a conflict."""
+    """If two topologies commit to the same place at the same time, both commits succeed, or one raises a conflict."""
     import threading
 
     outcomes: list[Any] = []
@@ -240,7 +243,10 @@ def test_two_topologies_that_commit_at_once_succeed_or_conflict(cluster, place):
 
 
 def test_a_commit_id_with_other_content_raises_or_warns(few_retries, tmp_path, caplog):
-    """A reused id with other content raises in a topology. A later run of a job gets a warning and the earlier rows."""
+    """If a commit id is reused with other content in one topology, `commit` raises.
+
+    In a later run of a job, `commit` only logs a warning, and the earlier rows stay.
+    """
     sink, commit_log = ParquetSink(tmp_path / "table"), stagecrew.operators.FileCommitLog(tmp_path / "log")
     session = ModelServer().session()
     session.ensure("steps", "commits")
@@ -271,7 +277,7 @@ def test_a_commit_id_with_other_content_raises_or_warns(few_retries, tmp_path, c
 
 
 def test_a_failed_job_leaves_nothing(few_retries, place):
-    """The job's exception is raised, nothing is visible, and nothing is left."""
+    """If a job fails, its exception is raised, no row is visible, and nothing is left."""
 
     def fail_at_the_end(batches):
         for batch in batches:
@@ -289,12 +295,12 @@ def test_a_failed_job_leaves_nothing(few_retries, place):
 
 
 def test_a_task_that_cannot_write_its_file_leaves_nothing(few_retries, place, tmp_path):
-    """A task cannot write all of its rows: the error says why, nothing is visible, and nothing is left."""
+    """If a task cannot write all of its rows, the error says why, no row is visible, and nothing is left."""
     sink = place.sink()
     stage = type(sink).stage
 
     class SmallFileSink(type(sink)):
-        """Its tasks can write files of at most 512 bytes."""
+        """A sink whose tasks can write files of at most 512 bytes."""
 
         def stage(self, staging, partition, attempt, batches):
             import resource
@@ -318,7 +324,7 @@ def test_a_task_that_cannot_write_its_file_leaves_nothing(few_retries, place, tm
 
 @pytest.mark.long
 def test_a_full_disk_leaves_nothing(few_retries, tmp_path):
-    """A tmpfs is full: the error says so, and nothing is left."""
+    """If the disk (a small tmpfs) is full, the error says so, and nothing is left."""
     disk = tmp_path / "small"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
@@ -335,7 +341,7 @@ def test_a_full_disk_leaves_nothing(few_retries, tmp_path):
 
 
 def test_an_unwritable_path_is_reported_before_anything_runs(few_retries):
-    """The commit fails before any task runs."""
+    """A commit to a path that cannot be written fails before any task runs."""
     with (
         pytest.raises(stagecrew.errors.CommitFailed, match="/proc/nowhere/table cannot be written"),
         stagecrew.crew(few_retries).topology("t") as topology,
@@ -345,7 +351,7 @@ def test_an_unwritable_path_is_reported_before_anything_runs(few_retries):
 
 @pytest.mark.long
 def test_a_read_only_directory_is_reported_before_anything_runs(few_retries, tmp_path):
-    """The commit fails before any task runs."""
+    """A commit to a read-only directory fails before any task runs."""
     disk = tmp_path / "fixed"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,ro", "tmpfs", str(disk)], check=True)

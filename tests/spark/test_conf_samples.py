@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs spark-submit with the samples of conf/. All temporary files go to `folder`."""
+    """Runs spark-submit with the sample files in conf/. All temporary files go to `folder`."""
     temporary = folder / "tmp"
     temporary.mkdir()
     environment = {
@@ -30,7 +30,7 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "SPARK_LOCAL_DIRS": str(temporary),
         "TMPDIR": str(temporary),
         "PYSPARK_PYTHON": sys.executable,
-        # Works as if installed, even if the package is only on the path of this process.
+        # Makes the package importable as if it were installed, even if it is only on the path of this process.
         "PYTHONPATH": str(Path(stagecrew.__file__).parents[1]),
     }
     return subprocess.run(
@@ -71,7 +71,7 @@ def submitted(tmp_path_factory):
 
 
 def test_a_job_that_never_imports_stagecrew_has_listeners(submitted):
-    """With the sample and a name in the configuration, each worker opens, decorates each task and closes."""
+    """If the configuration names a listener, each worker opens it, decorates each task with it, and closes it."""
     folder, done = submitted
     assert "sum: 285" in done.stdout
     logs = [path.read_text().splitlines() for path in folder.glob("audit-*.log")]
@@ -91,7 +91,7 @@ def test_log_lines_of_a_task_name_their_topology(submitted):
 
 
 def test_the_samples_cause_no_warning(submitted):
-    """Neither Spark nor stagecrew warns about a key of the samples, and log4j2 accepts its file."""
+    """Neither Spark nor stagecrew warns about a key of the samples, and log4j2 accepts its sample file."""
     _, done = submitted
     assert "is not a setting of stagecrew" not in done.stderr
     assert not re.search(r"main (?:WARN|ERROR) ", done.stderr), done.stderr[:4000]
@@ -112,7 +112,7 @@ def test_a_job_leaves_no_file_and_no_process(submitted):
 def test_a_session_without_the_jar_names_the_plugin(tmp_path):
     """With the samples but without the jar, the session fails and names the plugin's class.
 
-    Nothing runs without listeners.
+    No task runs without listeners.
     """
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     done = subprocess.run(

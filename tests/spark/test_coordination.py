@@ -125,7 +125,7 @@ def test_events_and_requests_arrive_in_both_directions(spark, crew, recording):
 
 
 def test_a_subtask_keeps_its_number_in_derived_datasets(cluster, cluster_crew, recording):
-    """Under coalesce, union and a cache, a subtask still has the partition number of the bound dataset."""
+    """After coalesce, union or cache, a subtask still has the number of its partition in the bound dataset."""
 
     def work(gateway, batches):
         yield one_row(gateway.subtask, id_sum(batches))
@@ -147,7 +147,10 @@ def test_a_subtask_keeps_its_number_in_derived_datasets(cluster, cluster_crew, r
 
 
 def test_a_bound_function_works_without_a_subtask(cluster, cluster_crew, recording):
-    """`bind` gives any function a gateway: on a partition of an RDD, for example. Its evaluations have no subtask."""
+    """`bind` gives a gateway to any function, for example one that `mapPartitions` runs on an RDD.
+
+    The evaluations of such a function have no subtask.
+    """
 
     def work(gateway, rows):
         yield gateway.subtask, gateway.request(sum(rows))
@@ -161,9 +164,9 @@ def test_a_bound_function_works_without_a_subtask(cluster, cluster_crew, recordi
 
 
 def test_an_exception_in_handle_request_fails_only_the_request(cluster, cluster_crew, recording):
-    """An exception of `handle_request` is raised in the task as RequestFailed with its traceback.
+    """An exception raised by `handle_request` reaches the task as a RequestFailed.
 
-    Nothing else fails.
+    The RequestFailed contains the coordinator's traceback. Nothing else fails.
     """
 
     class Refusing(recording):
@@ -183,8 +186,11 @@ def test_an_exception_in_handle_request_fails_only_the_request(cluster, cluster_
     assert "no such thing" in row.a
 
 
-def test_a_coordinator_that_raises_fails_its_topology_once(cluster, cluster_crew, recording):
-    """An exception of a callback cancels the topology. The `with` raises an error with that exception as its cause."""
+def test_an_exception_in_a_callback_fails_the_topology(cluster, cluster_crew, recording):
+    """An exception raised by a callback fails the topology.
+
+    The topology's `with` statement raises CoordinatorFailed with that exception as the cause.
+    """
 
     class Broken(recording):
         def handle_event(self, evaluation, event):
@@ -206,8 +212,8 @@ def test_a_coordinator_that_raises_fails_its_topology_once(cluster, cluster_crew
     assert coordinator.calls[-1] == ("close",)
 
 
-def test_a_retried_task_is_failed_reset_and_ready_once(spark, crew, recording, tmp_path):
-    """After a failed attempt the coordinator gets `failed`, `subtask_reset` and the next `ready`, once each."""
+def test_a_retry_calls_failed_reset_and_ready_once_each(spark, crew, recording, tmp_path):
+    """After a failed attempt, `failed`, `subtask_reset` and the next `ready` are called once each, in this order."""
     marker = tmp_path / "failed once"
 
     def work(gateway, batches):
@@ -231,7 +237,7 @@ def test_a_retried_task_is_failed_reset_and_ready_once(spark, crew, recording, t
 
 
 def test_an_evaluation_that_a_limit_ends_early_is_abandoned(cluster, cluster_crew, recording):
-    """An evaluation whose remaining rows a limit does not need is reported as abandoned, not as finished."""
+    """An evaluation that `limit` stops reading early is reported as abandoned, not as finished."""
 
     def work(gateway, batches):
         for batch in batches:
@@ -247,8 +253,11 @@ def test_an_evaluation_that_a_limit_ends_early_is_abandoned(cluster, cluster_cre
     assert not coordinator.calls_named("failed")
 
 
-def test_a_dataset_of_a_closed_topology_fails_in_another_one(cluster, cluster_crew, recording):
-    """The coordinator no longer exists. The tasks fail and say that the dataset must run inside its own `with`."""
+def test_a_dataset_of_a_closed_topology_fails_in_another_topology(cluster, cluster_crew, recording):
+    """After a topology has closed, tasks of its datasets fail, because the coordinator no longer exists.
+
+    The error says to run the action inside the `with` of the topology that created the dataset.
+    """
 
     def work(gateway, batches):
         gateway.request(1)
@@ -264,8 +273,8 @@ def test_a_dataset_of_a_closed_topology_fails_in_another_one(cluster, cluster_cr
         dataset.collect()
 
 
-def test_invalid_arguments_are_rejected_with_the_remedy(cluster, cluster_crew, recording):
-    """Invalid arguments, and use after the end of the topology, are rejected by name with what to do."""
+def test_invalid_arguments_raise_an_error_that_says_what_to_do(cluster, cluster_crew, recording):
+    """Invalid arguments, and use after the topology has ended, raise an error with the problem and the remedy."""
 
     def work(gateway, batches):
         yield from batches
@@ -288,7 +297,7 @@ def test_invalid_arguments_are_rejected_with_the_remedy(cluster, cluster_crew, r
 
 
 def test_an_event_that_cannot_be_sent_does_not_fail_the_task(cluster, cluster_crew, recording):
-    """An event that cannot be pickled or is too large is refused where it is sent, and the task continues."""
+    """`send` raises EventRejected for an event that cannot be pickled or is too large, and the task continues."""
 
     def work(gateway, batches):
         errors = []

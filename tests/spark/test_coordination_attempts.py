@@ -39,9 +39,9 @@ def coordinators():
 
 
 def test_subtasks_whose_output_is_lost_are_reset_and_ready_again(cluster, coordinators, tmp_path):
-    """An executor that holds shuffle output is killed.
+    """After an executor with shuffle output is killed, the subtasks whose output was lost are reset and run again.
 
-    The coordinator gets `subtask_reset`, then `ready`, for its subtasks.
+    For each of these subtasks, the coordinator gets `subtask_reset` and then `ready`.
     """
     marker = tmp_path / "killed"
 
@@ -97,7 +97,7 @@ def test_two_operators_in_one_stage_have_separate_coordinators(cluster, coordina
 
 
 def test_a_subtask_keeps_its_number_under_a_cross_join(cluster, coordinators):
-    """A subtask keeps its number where Spark renumbers the partitions."""
+    """A subtask keeps its number even if a cross join makes Spark renumber the partitions."""
 
     def work(gateway, batches):
         for batch in batches:
@@ -123,7 +123,7 @@ def test_a_subtask_keeps_its_number_under_a_cross_join(cluster, coordinators):
 # -- Cancellation and failure
 
 
-def waiting(gateway, batches):
+def wait_for_events(gateway, batches):
     for _ in batches:
         pass
     gateway.send("waits")
@@ -143,9 +143,9 @@ def test_a_waiting_task_ends_within_a_second(cluster, coordinators, ending, jour
 
 
 def seconds_until_task_ends(cluster, coordinators, ending, journal) -> float:
-    """Returns the seconds until Spark runs no task.
+    """Ends waiting tasks in one of three ways. Returns the seconds until Spark runs none of them.
 
-    Checks that the user's function ends within one second, every time.
+    Also checks that the user's function ends within one second in every task.
     """
     crew = stagecrew.crew(cluster)
     topology = crew.topology("t").start()
@@ -153,7 +153,7 @@ def seconds_until_task_ends(cluster, coordinators, ending, journal) -> float:
 
     def recorded(gateway, batches):
         try:
-            yield from waiting(gateway, batches)
+            yield from wait_for_events(gateway, batches)
         finally:
             journal.write(event="function ended")
 
@@ -169,7 +169,7 @@ def seconds_until_task_ends(cluster, coordinators, ending, journal) -> float:
     runner = threading.Thread(target=topology.wrap(collect))
     runner.start()
     (coordinator,) = coordinators
-    eventually(lambda: len(coordinator.events) == 2, 60, "both tasks wait")
+    eventually(lambda: len(coordinator.events) == 2, 60, "both tasks are waiting")
     tracker = cluster.sparkContext.statusTracker()
     (stage,) = tracker.getActiveStageIds()
     started = time.time()
@@ -187,7 +187,7 @@ def seconds_until_task_ends(cluster, coordinators, ending, journal) -> float:
         found = tracker.getStageInfo(stage)
         return found.numActiveTasks if found else 0
 
-    eventually(lambda: running() == 0, 20, "no task runs")
+    eventually(lambda: running() == 0, 20, "no task is running")
     elapsed = time.time() - started
     function_ended = [
         entry["time"] - started for entry in journal.read(event="function ended") if entry["time"] >= started
@@ -200,10 +200,10 @@ def seconds_until_task_ends(cluster, coordinators, ending, journal) -> float:
 
 
 def test_a_topology_fails_once_with_the_first_cause(cluster, coordinators, caplog):
-    """The topology fails once, with the first cause and its traceback."""
+    """If several threads call `fail`, the topology fails once, with the first cause and its traceback."""
 
     def work(gateway, batches):
-        yield from waiting(gateway, batches)
+        yield from wait_for_events(gateway, batches)
 
     def fail(coordinator, n):
         try:
@@ -219,7 +219,7 @@ def test_a_topology_fails_once_with_the_first_cause(cluster, coordinators, caplo
         dataset = operator.map(cluster.range(0, 2, 1, 2), work, "a long")
 
         def fail_from_threads():
-            eventually(lambda: len(coordinators[0].events) == 2, 60, "both tasks wait")
+            eventually(lambda: len(coordinators[0].events) == 2, 60, "both tasks are waiting")
             threads = [threading.Thread(target=fail, args=(coordinators[0], n)) for n in range(16)]
             for thread in threads:
                 thread.start()
@@ -236,9 +236,9 @@ def test_a_topology_fails_once_with_the_first_cause(cluster, coordinators, caplo
     "callback", ["factory", "start", "ready", "handle_event", "finished", "run_in_coordinator_thread"]
 )
 def test_a_callback_that_raises_fails_the_topology(cluster, coordinators, callback):
-    """Whichever callback raises, the topology fails with that exception.
+    """Whichever callback raises, the topology fails with that exception as its cause.
 
-    The factory's exception is raised at its call.
+    An exception raised by the factory itself is raised unchanged in the code that uses the operator.
     """
 
     def fail(self, *args):
@@ -274,7 +274,7 @@ def test_an_open_inner_topology_is_closed_with_the_outer_one(cluster, coordinato
 
 @pytest.mark.long
 def test_an_operator_name_and_a_bound_function_are_used_only_once(cluster, coordinators):
-    """An operator's name is used once, and a bound function serves one dataset. Both errors say what to do."""
+    """Using an operator's name twice, or a bound function on two datasets, raises an error that says so."""
     with stagecrew.crew(cluster).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
         with pytest.raises(stagecrew.errors.OperatorMisused, match="already has an operator 'o'"):
@@ -340,7 +340,7 @@ def test_the_exit_is_bounded_when_a_coordinator_blocks_in_close(sessions, coordi
 
 @pytest.mark.long
 def test_speculative_attempts_of_one_subtask_are_separate_evaluations(sessions, standalone, coordinators, tmp_path):
-    """Two live evaluations of one subtask are both ready without a reset between. The slower one fails."""
+    """Two live evaluations of one subtask are both ready, with no reset in between. The slower evaluation fails."""
     spark = sessions.get(
         standalone,
         **{

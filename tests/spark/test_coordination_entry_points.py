@@ -67,9 +67,9 @@ def test_a_coordinator_serves_every_micro_batch_of_a_query(sessions, coordinator
 
 
 def test_a_use_in_foreach_batch_ends_with_its_query(sessions, coordinators, tmp_path):
-    """A named use in `foreachBatch` blocks the steps of a job while its query runs, and no longer.
+    """A named use in `foreachBatch` blocks the steps of a job only as long as its query is running.
 
-    Spark keeps the Python thread that ran the batches.
+    The end of the query counts, because Spark keeps the Python thread that ran the batches.
     """
     spark = sessions.get(LOCAL)
     store = ModelServer().session()
@@ -178,9 +178,10 @@ def test_bound_functions_work_at_every_entry_point(sessions, coordinators):
 
 
 def test_session_coordinators_live_as_long_as_the_session(sessions, coordinators):
-    """They are created and restored before Spark starts, start with it, and serve tasks outside any topology.
+    """Session coordinators are created and restored before Spark starts, and start with Spark.
 
-    They are closed when the session stops, as are the coordinators of topologies that are still open.
+    They serve tasks inside and outside of topologies. When the session stops, they are closed, and so are the
+    coordinators of topologies that are still open.
     """
     sessions.stop()
     lifecycle = []

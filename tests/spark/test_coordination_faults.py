@@ -1,4 +1,4 @@
-"""Coordination at its limits and with broken connections. Only the affected attempt or topology fails, and says why."""
+"""Coordination at its limits and with broken connections. Only the attempt or topology concerned fails."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def start_collect(topology, dataset, outcome):
 
 
 def test_a_full_mailbox_fails_only_its_attempt(small_limits, coordinators):
-    """An attempt that does not receive its events fails with this reason, and no other does.
+    """An attempt that does not receive its events fails because its mailbox is full, and no other attempt fails.
 
-    The sender's future says so.
+    The future of the event that did not fit raises the same reason.
     """
     futures = []
 
@@ -106,7 +106,10 @@ def test_a_full_mailbox_fails_only_its_attempt(small_limits, coordinators):
 
 
 def test_attempts_on_an_unresponsive_executor_fail_after_the_ack_timeout(small_limits, coordinators):
-    """Attempts on a stopped executor fail after spark.stagecrew.ack.timeout and are retried. Nothing else fails."""
+    """Attempts on an executor stopped by SIGSTOP fail after spark.stagecrew.ack.timeout. Only they fail.
+
+    Spark retries these attempts, and the job succeeds.
+    """
 
     def work(gateway, batches):
         gateway.send(executor_pid())
@@ -119,7 +122,7 @@ def test_attempts_on_an_unresponsive_executor_fail_after_the_ack_timeout(small_l
         dataset = operator.map(small_limits.range(0, 4, 1, 4), work, "a long")
         thread = start_collect(topology, dataset, outcome)
         (coordinator,) = coordinators
-        eventually(lambda: len(coordinator.events) == 4, 60, "all tasks run")
+        eventually(lambda: len(coordinator.events) == 4, 60, "all tasks are running")
         executors = {evaluation: pid for evaluation, (pid,) in coordinator.events.items()}
         assert len(set(executors.values())) == 2
         stopped_pid = executors[next(iter(executors))]
@@ -155,9 +158,9 @@ def test_attempts_on_an_unresponsive_executor_fail_after_the_ack_timeout(small_l
 
 
 def test_large_and_unpicklable_values_raise_where_they_are_sent(small_limits, coordinators):
-    """Events, requests and replies in both directions raise where they are sent and name the setting.
+    """A value that is too large or cannot be pickled raises where it is sent, and a reply where it is awaited.
 
-    Nothing else fails.
+    For an event or a request that is too large, the task's error names the setting. Nothing else fails.
     """
     raised = []
 
@@ -199,7 +202,7 @@ def test_large_and_unpicklable_values_raise_where_they_are_sent(small_limits, co
 
 
 def test_an_event_size_larger_than_a_frame_is_refused(sessions):
-    """The error is raised where the first operator is bound and names both settings."""
+    """If the event size exceeds the frame size, binding the first operator raises an error that names both settings."""
     spark = sessions.get(
         "local[2,4]", **{"spark.stagecrew.event.maxSize": "70m", "spark.stagecrew.channel.maxFrame": "64m"}
     )
@@ -232,7 +235,7 @@ def test_a_large_event_waits_only_until_the_window_has_room(cluster, coordinator
 
 
 def test_a_thread_that_waits_to_send_does_not_block_a_receiver(cluster, coordinators, tmp_path):
-    """While one thread of a task waits for credit to send, another one receives, which lets the coordinator go on."""
+    """While one thread of a task waits for room to send, another thread can receive, so the coordinator continues."""
     received = tmp_path / "goes on"
 
     class Blocking(RecordingCoordinator):
@@ -246,7 +249,7 @@ def test_a_thread_that_waits_to_send_does_not_block_a_receiver(cluster, coordina
         sender = threading.Thread(target=lambda: [gateway.send(n) for n in range(10_000)])
         sender.start()
         eventually(
-            lambda: gateway._room_requested_at >= WINDOW, 30, "the sender has used up its window and requested credit"
+            lambda: gateway._room_requested_at >= WINDOW, 30, "the sender has used up its window and requested room"
         )
         assert next(gateway.events(timeout=30)) == "there is much"
         Path(received).touch()
@@ -261,7 +264,7 @@ def test_a_thread_that_waits_to_send_does_not_block_a_receiver(cluster, coordina
 
 
 def test_threads_of_one_task_get_their_own_replies(cluster, coordinators):
-    """Concurrent threads get their own replies, and each event has exactly one receiver."""
+    """Concurrent threads get the replies to their own requests, while another thread gets every event once."""
 
     class Answering(RecordingCoordinator):
         def ready(self, evaluation, gateway):
@@ -335,14 +338,14 @@ def test_an_evaluation_abandoned_while_it_waits_is_notified(cluster, coordinator
 
 @pytest.mark.parametrize("how", ["with", "close"])
 def test_an_exception_after_the_job_still_fails_the_topology(cluster, coordinators, how):
-    """An event handler raises long after its job has ended: the `with` or `close()` raises, once."""
+    """If an event handler raises long after its job has ended, the `with` or `close()` raises, and only once."""
 
     job_has_ended = threading.Event()
 
     class Slow(RecordingCoordinator):
         def handle_event(self, evaluation, event):
             assert job_has_ended.wait(60)
-            eventually(lambda: not topology.is_active, 60, "the topology closes")
+            eventually(lambda: not topology.is_active, 60, "the topology is closing")
             raise ZeroDivisionError("late")
 
     def work(gateway, batches):
@@ -404,7 +407,7 @@ def test_a_coordinator_failure_ends_an_exit_that_waits_for_a_query(cluster, coor
 
 
 def test_every_event_is_handled_when_the_action_returns(cluster, coordinators):
-    """A checkpoint right after the action includes every event of it, however slowly the events are handled."""
+    """A checkpoint right after an action includes every event of the action, however slowly events are handled."""
 
     class Counting(RecordingCoordinator):
         count = 0
@@ -428,7 +431,7 @@ def test_every_event_is_handled_when_the_action_returns(cluster, coordinators):
 
 
 def test_a_broken_driver_channel_fails_the_topology_only(cluster, coordinators):
-    """When the driver's channel breaks, the topology fails for this reason, waiting tasks end, and the next one
+    """When the driver's channel breaks, the topology fails for this reason, waiting tasks end, and the next topology
     works."""
 
     def work(gateway, batches):
@@ -448,7 +451,7 @@ def test_a_broken_driver_channel_fails_the_topology_only(cluster, coordinators):
         operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
 
         def break_channel():
-            eventually(lambda: coordinators and len(coordinators[0].events) == 2, 60, "both tasks wait")
+            eventually(lambda: coordinators and len(coordinators[0].events) == 2, 60, "both tasks are waiting")
             crew.connection._channel._channel.shutdown()
 
         threading.Thread(target=break_channel).start()
@@ -513,12 +516,12 @@ def test_resets_are_safe_while_other_threads_send_and_fail(small_limits, coordin
         for sender in threads:
             sender.start()
         try:
-            eventually(lambda: len(gateways) >= 2, 60, "both tasks run")
+            eventually(lambda: len(gateways) >= 2, 60, "both tasks are running")
             for _ in range(1000):
                 started.get(timeout=30)  # the previous coordinator has started
                 topology.reset()
             started.get(timeout=30)
-            eventually(lambda: len(coordinators[-1].gateways) == 2, 60, "both tasks run under the last coordinator")
+            eventually(lambda: len(coordinators[-1].gateways) == 2, 60, "both tasks have reached the last coordinator")
         finally:
             stop.set()
             for sender in threads:

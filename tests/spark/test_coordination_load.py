@@ -39,7 +39,7 @@ def coordinators():
 
 
 def dies_after_first_event(gateway: Any, batches: Any) -> Any:
-    """Work whose first attempts are killed while their first event is in transit."""
+    """Work that, in the first attempt of each task, is killed while its first event is in transit."""
     from pyspark import TaskContext
 
     if TaskContext.get().attemptNumber() == 0:
@@ -52,10 +52,10 @@ def dies_after_first_event(gateway: Any, batches: Any) -> Any:
 
 @pytest.mark.long
 def test_attempts_that_die_after_their_first_event_count_as_failed(cluster, coordinators):
-    """The evaluations count as failed, not as abandoned.
+    """Evaluations whose worker dies after sending its first event count as failed, not as abandoned.
 
     Spark reports the end of these attempts before the executor has read their events, because the executor's first
-    evaluation takes long to set up.
+    evaluation takes a long time to set up.
     """
     with stagecrew.crew(cluster).topology("early") as topology:
         operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
@@ -65,8 +65,10 @@ def test_attempts_that_die_after_their_first_event_count_as_failed(cluster, coor
 
 
 def flood(events: int, threads: int, kills: dict[int, int]) -> Any:
-    """Work that sends this number of events from this number of threads. `kills` maps subtasks to the event of thread 0
-    after which their first attempt is killed."""
+    """Returns work that sends `events` events per subtask from `threads` threads.
+
+    `kills` maps a subtask to an event number: after thread 0 has sent this event, the first attempt is killed.
+    """
 
     def work(gateway, batches):
         from pyspark import TaskContext
@@ -92,7 +94,10 @@ def flood(events: int, threads: int, kills: dict[int, int]) -> Any:
 
 
 def check_flood(spark: Any, coordinators: list[RecordingCoordinator], events: int) -> None:
-    """Four subtasks send this number of events each, from eight threads each. The first attempts of two are killed."""
+    """Checks that the events of four subtasks arrive once and in order. Each subtask sends `events` events.
+
+    Each subtask sends from eight threads. The first attempts of two subtasks are killed.
+    """
     threads = 8
     per_thread = events // threads
     kills = {1: per_thread // 2, 3: per_thread // 5}
@@ -124,7 +129,7 @@ def test_events_of_many_threads_arrive_once_and_in_order(cluster, coordinators):
 
 @pytest.mark.long
 def test_a_million_events_arrive_once_and_in_order(cluster, coordinators):
-    """The same holds for more than 1,000,000 events."""
+    """1,040,000 events arrive once and in order per thread and evaluation, although some attempts are killed."""
     check_flood(cluster, coordinators, 260_000)
 
 
@@ -212,7 +217,7 @@ def test_large_events_arrive_in_both_directions(cluster, coordinators):
 
 
 def test_a_coordinator_and_a_task_that_flood_each_other_do_not_deadlock(cluster, coordinators):
-    """A coordinator that sends two events for each one and a task that reads late neither deadlock nor lose events."""
+    """A coordinator that sends every event back twice, and a task that reads late, do not deadlock or lose events."""
 
     class Doubling(RecordingCoordinator):
         def handle_event(self, evaluation, event):
@@ -237,7 +242,7 @@ def test_a_coordinator_and_a_task_that_flood_each_other_do_not_deadlock(cluster,
 
 @pytest.mark.parametrize("seconds", [2, pytest.param(10, marks=pytest.mark.long)])
 def test_no_event_is_lost_while_the_drivers_python_is_busy(cluster, coordinators, seconds):
-    """For some seconds other threads hold the GIL in bursts. No event is lost and no evaluation fails."""
+    """While other threads of the driver hold the GIL in bursts, no event is lost and no evaluation fails."""
     until = time.monotonic() + seconds
 
     def busy():
@@ -338,7 +343,7 @@ def test_a_checkpoint_completes_when_the_events_it_counts_are_delivered(
         runner = threading.Thread(target=topology.wrap(dataset.collect))
         runner.start()
         (coordinator,) = coordinators
-        eventually(lambda: len(coordinator.gateways) == 2, 60, "both tasks run")
+        eventually(lambda: len(coordinator.gateways) == 2, 60, "both tasks are running")
         threads = [threading.Thread(target=coordinator.push) for _ in range(4)]
         for thread in threads:
             thread.start()

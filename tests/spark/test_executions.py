@@ -30,7 +30,10 @@ def spark(sessions: Sessions, master: str, application) -> SparkSession:
 
 
 def closed_executions(journal: Journal, since: int, opens: int | None = None) -> list[dict]:
-    """Opens and closes of the execution's listener since that event, once everything that it opened is closed."""
+    """Waits until every open of the execution's listener has a close. Returns both, without the first `since` events.
+
+    Waits for at least `opens` opens, if given.
+    """
 
     def all_closed():
         events = [e for e in journal.read(listener="execution")[since:] if e["event"] in ("open", "close")]
@@ -50,7 +53,10 @@ def topology_ids(events: list[dict]) -> set[str]:
 
 
 def test_listeners_of_the_builder_cover_named_topologies(spark, application, journal):
-    """In a named topology, the builder's listeners open first, decorate outermost, and stay open after it."""
+    """In a named topology, the builder's listeners decorate outermost.
+
+    The application's listener opens before the topology's listener and stays open after the topology.
+    """
     log = application[0]
     with stagecrew.crew(spark).topology("named", listeners=[Recorder(log, "named")]):
         spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(log, "in named")).collect()
@@ -88,7 +94,7 @@ def test_each_query_is_a_separate_execution(spark, application):
 
 
 def test_each_rdd_job_is_an_execution(spark, application):
-    """An RDD job opens and closes the listeners once per process that it uses."""
+    """Each RDD job is an execution: its listeners open and close once in each process that runs its tasks."""
     log = application[0]
     before = len(log.read(listener="execution"))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""An executor listener per execution next to a JVM listener of the application: each opens as often as it should."""
+"""How often an executor listener with lifetime EXECUTION and the application's JVM listener open."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_executor_listener_opens_once_per_execution(observed_session):
 
 
 def test_the_application_jvm_listener_opens_once_per_executor(observed_session):
-    """Meanwhile the application's JVM listener opens once per executor and stays open."""
+    """During these queries, the application's JVM listener opens once per executor and stays open."""
     jvm = Journal(str(observed_session[1] / "jvm"))
     executors = [e["executor"] for e in jvm.read(event="open")]
     execution_listener = Journal(str(observed_session[1] / "wide")).read(event="open")

@@ -41,9 +41,9 @@ def crew(spark: SparkSession) -> stagecrew.Crew:
 
 
 def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, journal):
-    """Users see the exception with its traceback.
+    """If `open` raises, the task fails, and users see the exception with its traceback.
 
-    `close` is called once per `open`, and the task has maxFailures attempts.
+    The task has maxFailures attempts, and in each of them `close` is called once.
     """
     with (
         crew.topology("t", listeners=[Recorder(journal, fail=("open",))]) as topology,
@@ -71,7 +71,10 @@ SCOPES = pytest.mark.parametrize("scope", list(stagecrew.Scope))
 
 @SCOPES
 def test_a_failing_optional_listener_is_disabled(spark, crew, journal, caplog, scope):
-    """With `required = False` the job succeeds without the listener. The failure is counted, and a warning names it."""
+    """If a listener with `required = False` fails, the job succeeds without it, and the failure is reported.
+
+    The failure is counted, and a warning names the listener. Other listeners are not affected.
+    """
     optional = Recorder(journal, "optional", fail=("open",), required=False, scope=scope)
     with (
         caplog.at_level(logging.WARNING, "stagecrew"),
@@ -88,7 +91,7 @@ def test_a_failing_optional_listener_is_disabled(spark, crew, journal, caplog, s
 
 
 def test_a_later_attempt_opens_again(spark, crew, journal, tmp_path):
-    """After a failed open, the task's next attempt opens again and succeeds."""
+    """After a failed open, the task's next attempt opens the listener again and succeeds."""
     marker = tmp_path / "marker"
 
     class FailsOnce(Recorder):
@@ -139,7 +142,7 @@ def test_a_close_that_raises_is_warned_and_counted(spark, crew, journal, caplog,
 def test_a_hanging_close_is_bounded_and_named(spark, crew, journal, hang, caplog):
     """The exit ends at the close timeout and names the listener.
 
-    If the close hangs in C code, its process is killed.
+    If `close` hangs in C code, the listener's process is killed.
     """
     check_hanging_close(spark, crew, journal, hang, stagecrew.Scope.WORKER, caplog)
 
@@ -147,7 +150,7 @@ def test_a_hanging_close_is_bounded_and_named(spark, crew, journal, hang, caplog
 @pytest.mark.parametrize("hang", ["close", "close in C"])
 @MASTERS
 def test_a_hanging_close_in_the_agent_is_bounded_and_named(sessions, request, journal, hang, master_name, caplog):
-    """The same holds for a listener of executor scope."""
+    """If `close` of an executor-scoped listener hangs, the exit ends at the close timeout and names the listener."""
     spark = sessions.get(master_with_free_cores(master_name, request, sessions), **SHORT_TIMEOUTS)
     check_hanging_close(spark, stagecrew.crew(spark), journal, hang, stagecrew.Scope.EXECUTOR, caplog)
 
@@ -176,12 +179,14 @@ def check_hanging_close(spark, crew, journal, hang, scope, caplog) -> None:
         assert report.unclosed
         assert all("stuck" in line for line in report.unclosed)
         eventually(
-            lambda: topology.report.lost == len(journal.read(event="open")), 10, "their processes are reported as lost"
+            lambda: topology.report.lost == len(journal.read(event="open")),
+            10,
+            "the listeners' processes are reported as lost",
         )
 
 
 def test_a_raising_decorate_fails_the_task_only_on_entry(spark, crew, journal):
-    """A decorate that raises on entry fails the task and leaves the outer ones. A raise on exit is only counted."""
+    """A `decorate` that raises on entry fails the task, and outer ones exit. A raise on exit is only counted."""
     with (
         crew.topology("t", listeners=[Recorder(journal, "outer"), Recorder(journal, "bad", fail=("enter",))]),
         pytest.raises(Exception, match="enter of bad fails on purpose"),
@@ -218,7 +223,7 @@ def test_killed_workers_are_counted_as_lost(spark, crew, journal):
 
 
 def test_a_worker_killed_during_its_task_is_retried_and_counted(spark, crew, journal, tmp_path):
-    """After SIGKILL of a worker during its task, the retry opens in another worker, and the report counts the loss."""
+    """After SIGKILL of a worker during its task, the retry opens in another worker, and the loss is reported."""
     killed_marker = tmp_path / "again"
 
     def wait(rows):
@@ -232,9 +237,9 @@ def test_a_worker_killed_during_its_task_is_retried_and_counted(spark, crew, jou
         run_job, results = topology.wrap(spark.sparkContext.parallelize([1], 1).mapPartitions(wait).count), []
         thread = threading.Thread(target=lambda: results.append(run_job()))
         thread.start()
-        (first_run,) = eventually(lambda: journal.read(event="runs"), 60, "the task runs")
+        (first_run,) = eventually(lambda: journal.read(event="runs"), 60, "the task is running")
         kill(first_run["pid"])
-        eventually(lambda: len(journal.read(event="runs")) == 2, 60, "the task runs again")
+        eventually(lambda: len(journal.read(event="runs")) == 2, 60, "the task is running again")
         killed_marker.touch()
         thread.join(60)
         assert results == [1]
@@ -259,7 +264,7 @@ def test_a_jvm_listener_opens_per_executor_and_decorates_tasks(spark, crew, jvm_
 
 
 def test_a_failing_open_in_the_jvm_cancels_the_job(spark, crew, jvm_journal):
-    """If a JVM open fails, no task body runs, retries are limited, and users see the cause."""
+    """If a JVM listener fails to open, no task body runs, retries are limited, and users see the cause."""
     started = time.time()
     with crew.topology("t", jvm_listeners=["Failing"]), pytest.raises(Exception) as caught:
         spark.sparkContext.parallelize([1], 1).count()
@@ -273,7 +278,10 @@ def test_a_failing_open_in_the_jvm_cancels_the_job(spark, crew, jvm_journal):
 
 
 def test_a_failing_open_in_the_agent_cancels_the_job(spark, crew, journal):
-    """The same holds for a Python listener of executor scope. Users see its own traceback."""
+    """If a Python listener of executor scope fails to open, no task body runs, and retries are limited.
+
+    Users see the listener's own traceback.
+    """
     failing = Recorder(journal, "server", fail=("open",), scope=stagecrew.Scope.EXECUTOR)
     with crew.topology("t", listeners=[failing]), pytest.raises(Exception) as caught:
         spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).collect()
@@ -308,11 +316,11 @@ def test_a_hanging_open_in_the_agent_ends_at_its_timeout(sessions, request, jour
 def test_an_unusable_local_directory_fails_the_job_without_running_it(sessions, journal, tmp_path, with_listener):
     """An executor that cannot create its channel's folder runs no task body, with or without listeners.
 
-    The job fails with the cause. Tasks run again when the directory is usable.
+    The job fails with the cause. Once the directory is usable again, tasks run.
     """
     file = tmp_path / "local"
     file.write_text("a file in the place of the directory")
-    # A new one without samples of Python processes: its executor has no channel yet.
+    # A new session that samples no Python processes, so that its executor has no channel yet.
     spark = sessions.get(LOCAL, spark__app__name=str(tmp_path), spark__stagecrew__processes__interval="0")
     utils = getattr(getattr(spark._jvm.org.apache.spark.util, "Utils$"), "MODULE$")
     conf = spark.sparkContext._jsc.sc().conf()

@@ -41,7 +41,7 @@ def words(rows):
 
 @pytest.fixture
 def pools(spark, tmp_path, monkeypatch):
-    """A module that the workers import themselves. Its listeners are created again there."""
+    """A module that the workers import themselves, so that each worker creates the module's listeners again."""
     name = f"pools_{abs(hash(str(tmp_path)))}"
     path = tmp_path / f"{name}.py"
     path.write_text(POOLS)
@@ -74,7 +74,7 @@ def test_functions_and_listeners_of_main_find_each_other(spark, crew):
 
 
 def test_a_rerun_notebook_cell_finds_the_open_listener(spark, crew):
-    """A factory defined twice under one name, as in a notebook, finds what its first definition opened."""
+    """After a notebook cell is run again, functions of the second run find the listeners opened by the first run."""
     first, second = types.ModuleType("__main__"), types.ModuleType("__main__")
     exec(POOLS, first.__dict__)
     exec(POOLS, second.__dict__)
@@ -109,7 +109,7 @@ def test_a_rerun_cell_with_other_code_raises_until_the_topology_restarts(spark, 
 
 
 def test_an_unregistered_listener_error_lists_the_registered_ones(spark, crew, pools):
-    """The error lists the listeners of the topology, or says that the task belongs to none."""
+    """The error lists the listeners of the topology, or says that the task belongs to no topology."""
     with crew.topology("outer", listeners=[pools.orders]), crew.topology("inner", listeners=[pools.plain]):
         text = resource_not_open(collect, spark, pools.words)
     assert text.startswith(
@@ -127,7 +127,7 @@ def test_an_unregistered_listener_error_lists_the_registered_ones(spark, crew, p
 
 
 def test_a_dataset_run_after_its_topology_raises(spark, crew, pools):
-    """`get()` outside its topology raises ResourceNotOpen with the topology and the remedy."""
+    """`get()` in a task that runs after the listener's topology raises ResourceNotOpen and names the topology."""
     orders = pools.pool("orders")
     with crew.topology("gone", listeners=[orders]):
         planned = spark.range(0, 2, 1, 2).mapInArrow(task_with_get(orders), "a string")
@@ -140,7 +140,7 @@ def test_a_dataset_run_after_its_topology_raises(spark, crew, pools):
 
 
 def task_with_get(listener):
-    """A task function that calls `get()` of a listener and yields one row."""
+    """Returns a task function that calls the listener's `get()` and yields one row."""
 
     def task(batches):
         import pyarrow as pa
@@ -153,7 +153,7 @@ def task_with_get(listener):
 
 
 def test_a_lazy_dataset_of_a_closed_topology_names_the_remedy(spark, crew, pools):
-    """The error of a lazy dataset names the topology and the remedy."""
+    """If a lazy dataset first runs after its topology, the error names the topology and says what to do."""
     orders = pools.pool("orders")
     with crew.topology("gone", listeners=[orders]):
         dataset = spark.sparkContext.parallelize(range(2), 2).map(lambda _: orders.get())

@@ -60,7 +60,7 @@ def test_a_listener_opens_before_the_first_task_and_closes_after_the_last(spark,
 def test_decorate_surrounds_each_task(spark, crew, journal):
     """`decorate` is entered before each task body and left after it, once per task.
 
-    The last registered is innermost.
+    The listener registered last is innermost.
     """
     with crew.topology("t", listeners=[Recorder(journal, "outer"), Recorder(journal, "inner")]):
         run(spark, journal, 5)
@@ -85,7 +85,7 @@ def test_listeners_open_in_registration_order_and_close_in_reverse(spark, crew, 
 
 
 def test_consecutive_topologies_open_and_close_separately(spark, crew, journal):
-    """Each topology has its own opens and closes, and one worker process serves both."""
+    """Each of two topologies has its own opens and closes, even in a worker process that serves both."""
     for name in ("first", "second"):
         with crew.topology(name, listeners=[Recorder(journal, name)]):
             run(spark, journal, 4, name)
@@ -102,14 +102,18 @@ def test_consecutive_topologies_open_and_close_separately(spark, crew, journal):
 def test_tasks_of_concurrent_topologies_meet_only_their_own_listeners(spark, crew, journal):
     """Two threads run topologies whose tasks run at the same time.
 
-    Each task meets exactly its own topology's listeners.
+    Each task enters exactly its own topology's listeners.
     """
     errors: list[BaseException] = []
     log = Journal(journal.path)
 
     def wait_for_both(rows):
         rows = list(rows)  # reading the input runs `body`
-        eventually(lambda: {e["name"] for e in log.read(event="body")} == {"left", "right"}, 60, "tasks of both run")
+        eventually(
+            lambda: {e["name"] for e in log.read(event="body")} == {"left", "right"},
+            60,
+            "tasks of both topologies are running",
+        )
         return iter(rows)
 
     def run_topology(name: str) -> None:
@@ -139,7 +143,7 @@ def test_tasks_of_concurrent_topologies_meet_only_their_own_listeners(spark, cre
 
 
 def test_tasks_of_a_nested_topology_meet_both_listeners(spark, crew, journal):
-    """Tasks of an inner topology meet both listeners, the outer one first. The outer one closes last."""
+    """Tasks of an inner topology enter both listeners. The outer listener is entered first and closes last."""
     with crew.topology("outer", listeners=[Recorder(journal, "outer")]):
         with crew.topology("inner", listeners=[Recorder(journal, "inner")]):
             run(spark, journal, 4, "in")
@@ -167,7 +171,7 @@ def test_an_outer_topology_closes_open_inner_ones_first(spark, crew, journal):
 
 
 def test_jobs_after_a_topology_was_closed_elsewhere_run_without_it(spark, crew, journal):
-    """A thread's later jobs run under the application topology. They are not cancelled with the closed topology."""
+    """A thread's jobs run normally, outside the topology, after another thread has closed the thread's topology."""
     topology = crew.topology("t", listeners=[Recorder(journal)]).start()
     try:
         closer = threading.Thread(target=topology.close, kwargs={"cancel": True})
@@ -182,7 +186,7 @@ def test_jobs_after_a_topology_was_closed_elsewhere_run_without_it(spark, crew, 
 
 
 def test_idle_workers_close_within_a_second_of_the_exit(spark, crew, journal):
-    """At the exit every idle worker closes within 1 s, and the exit waits for it."""
+    """At the exit, every idle worker closes its listeners within 1 s, and the exit waits for them."""
     topology = crew.topology("t", listeners=[Recorder(journal)])
     with topology:
         run(spark, journal, 8)
@@ -197,7 +201,7 @@ def test_idle_workers_close_within_a_second_of_the_exit(spark, crew, journal):
 def test_a_busy_worker_closes_right_after_its_task(spark, crew, master, journal, tmp_path, long_has_listeners):
     """A worker that runs a task of another topology, or of none, does not delay the exit.
 
-    It closes right after that task.
+    The worker closes the ended topology's listeners right after that task.
     """
     sc, task_slots, end = spark.sparkContext, slots(master), tmp_path / "end"
     errors: list[BaseException] = []
@@ -272,7 +276,7 @@ def test_listeners_close_after_a_failed_task(spark, crew, journal):
 
 
 def test_an_exception_in_the_with_cancels_and_closes(spark, crew, journal):
-    """An exception in the `with` cancels running jobs, closes in cancelled workers too, and is raised unchanged."""
+    """An exception in the `with` cancels jobs, closes listeners even in cancelled workers, and is raised unchanged."""
     raised = RuntimeError("the user's own")
     with pytest.raises(RuntimeError) as caught, crew.topology("t", listeners=[Recorder(journal)]) as topology:
         runner = threading.Thread(
@@ -280,7 +284,7 @@ def test_an_exception_in_the_with_cancels_and_closes(spark, crew, journal):
         )
         runner.start()
         # wait for both: a task cancelled in its open would close without an open in the journal
-        eventually(lambda: len(journal.read(event="body")) == 2, 60, "both tasks run")
+        eventually(lambda: len(journal.read(event="body")) == 2, 60, "both tasks are running")
         raise raised
     assert caught.value is raised
     assert caught.value.__context__ is None
@@ -293,7 +297,7 @@ def test_an_exception_in_the_with_cancels_and_closes(spark, crew, journal):
 
 
 def test_decorate_exits_when_a_task_stops_reading_early(spark, crew, journal):
-    """When a limit stops a task before its input ends, `decorate` exits then, not only at the topology's exit."""
+    """When a limit stops a task before its input ends, `decorate` exits immediately, not at the topology's exit."""
     with crew.topology("t", listeners=[Recorder(journal)]):
 
         def endless(batches):
@@ -325,7 +329,10 @@ def test_an_executor_listener_opens_once_per_executor(spark, crew, journal):
 
 
 def test_listeners_reopen_after_an_agent_is_killed_between_jobs(spark, crew, master, journal):
-    """After SIGKILL of the agents, the next job opens again, no attempt fails, and every worker reads the new value."""
+    """After SIGKILL of the agents between two jobs, the second job opens the listener again.
+
+    No attempt fails, and every worker reads the new value.
+    """
     task_slots = slots(master)
     port = executor_port(journal.path)
 
@@ -371,7 +378,7 @@ def test_listeners_reopen_after_an_agent_is_killed_between_jobs(spark, crew, mas
 
 
 def test_later_tasks_get_a_new_value_after_an_agent_is_killed_in_a_job(spark, crew, master, journal, tmp_path):
-    """After SIGKILL of the agents, running tasks continue, and later tasks get a value that was opened again."""
+    """After SIGKILL of the agents, running tasks continue, and later tasks get the value of a new open."""
     task_slots, agents_lost = slots(master), str(tmp_path / "lost")
     port = executor_port(journal.path)
     log = Journal(journal.path)
@@ -389,7 +396,7 @@ def test_later_tasks_get_a_new_value_after_an_agent_is_killed_in_a_job(spark, cr
         job = spark.sparkContext.parallelize(range(3 * task_slots), 3 * task_slots).mapPartitions(run)
         thread = threading.Thread(target=topology.wrap(lambda: collected.extend(job.collect())))
         thread.start()
-        eventually(lambda: len(journal.read(event="body")) == task_slots, 60, "the first tasks run")
+        eventually(lambda: len(journal.read(event="body")) == task_slots, 60, "the first tasks are running")
         agents = {e["value"] for e in journal.read(event="body")}
         for pid in agents:
             kill(pid)
@@ -410,7 +417,7 @@ def test_later_tasks_get_a_new_value_after_an_agent_is_killed_in_a_job(spark, cr
 def test_an_executor_listener_opens_for_stages_without_python(spark, crew, journal):
     """A stage of JVM tasks opens executor listeners but not worker listeners.
 
-    Later Python tasks read the open value.
+    Later Python tasks read the value that is already open.
     """
     port = executor_port(journal.path)
     with crew.topology("t", listeners=[port, Recorder(journal, "worker's")]):

@@ -59,7 +59,7 @@ def driver_gauges(spark: SparkSession) -> dict[str, int]:
 
 
 def jmx_value(spark: SparkSession, name: str) -> int:
-    """A gauge's value in JMX, read by reflection because py4j may not call the server's own class."""
+    """A gauge's value in JMX, read by reflection because py4j cannot call methods of the server's own class."""
     jvm, gateway = spark.sparkContext._jvm, spark.sparkContext._gateway
     server = jvm.java.lang.management.ManagementFactory.getPlatformMBeanServer()
     (get,) = (
@@ -78,8 +78,10 @@ def totals(reports: list[stagecrew.TopologyReport]) -> dict[str, int]:
 
 
 def test_the_drivers_metrics_equal_the_sums_of_all_reports(sessions: Sessions, tmp_path: Path) -> None:
-    """Driver gauges are the sums of all reports, also of forgotten topologies, in each sink of
-    conf/metrics.properties."""
+    """In each sink of conf/metrics.properties, the driver's gauges are the sums of all reports.
+
+    The sums include the reports of forgotten topologies.
+    """
     conf = {
         "spark.metrics.conf": str(SAMPLE),
         "spark.metrics.conf.*.sink.csv.directory": str(tmp_path),
@@ -118,7 +120,7 @@ def test_the_drivers_metrics_equal_the_sums_of_all_reports(sessions: Sessions, t
 
 
 def test_executors_report_their_metrics_and_the_driver_sums_them(sessions: Sessions, tmp_path: Path) -> None:
-    """Each executor's sinks carry its counts, even after it has forgotten the topology. The driver has the sum."""
+    """An executor's sinks contain its counts even after it has forgotten the topology. The driver has the sum."""
     conf = {
         "spark.metrics.conf.executor.sink.csv.class": "org.apache.spark.metrics.sink.CsvSink",
         "spark.metrics.conf.executor.sink.csv.directory": str(tmp_path),
@@ -169,7 +171,7 @@ def executor_pid(rows: Iterator[Any]) -> Iterator[int]:
 
 
 def live_objects(jvm: int, name: str) -> int:
-    """The number of live objects of one of our classes in a JVM."""
+    """The number of live objects of one of stagecrew's classes in a JVM."""
     histogram = subprocess.run(
         ["jcmd", str(jvm), "GC.class_histogram"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
@@ -181,9 +183,9 @@ def live_objects(jvm: int, name: str) -> int:
 
 @pytest.mark.parametrize("shown_in", ["nowhere", pytest.param("in the event log", marks=pytest.mark.long)])
 def test_timelines_are_recorded_only_where_they_are_shown(sessions: Sessions, tmp_path: Path, shown_in: str) -> None:
-    """Without UI and event log, executors record no timeline; with one of them they do.
+    """Without UI and event log, executors record no timeline. With an event log, they do.
 
-    Processes are sampled anyway.
+    Processes are sampled in both cases.
     """
     conf = {"spark.ui.enabled": "false", "spark.stagecrew.processes.interval": "200ms"}
     if shown_in == "in the event log":

@@ -49,8 +49,7 @@ def stored_before(spark, tmp_path):
 
 
 def test_nothing_is_left_after_the_exit(spark, crew, tmp_path, stored_before):
-    """Whichever shuffle writer wrote them, the exit leaves no file, no output in the tracker and no entry in a
-    table."""
+    """The exit leaves no file, no output in the tracker and no table entry, whichever shuffle writer was used."""
     with crew.topology("t") as topology:
         datasets = [grouped_frame(spark)]
         bypass = spark.range(0, 1000, 1, 3).repartition(3)  # BypassMergeSortShuffleWriter
@@ -85,7 +84,7 @@ def test_nothing_is_left_after_the_exit(spark, crew, tmp_path, stored_before):
 def test_files_that_cannot_be_deleted_count_as_release_failures(spark, crew, tmp_path, stored_before):
     """Files that an executor cannot delete count as release failures, not as released.
 
-    The test puts folders in the place of one shuffle output and one cached block.
+    The test replaces one shuffle output and one cached block by folders.
     """
 
     def replace_by_folder(pattern: str) -> Path:
@@ -96,11 +95,11 @@ def test_files_that_cannot_be_deleted_count_as_release_failures(spark, crew, tmp
         return path
 
     with crew.topology("t", release="all") as topology:
-        two_shuffles, stored = (
+        summed, stored = (
             summed_rdd(spark),
             spark.sparkContext.parallelize(range(100), 4).persist(StorageLevel.DISK_ONLY),
         )
-        assert sorted(two_shuffles.collect()) == EXPECTED
+        assert sorted(summed.collect()) == EXPECTED
         assert stored.count() == 100
         size = sum(map_outputs(spark)[shuffle] for shuffle in map_outputs(spark) if shuffle not in stored_before[1])
         replaced_paths = [replace_by_folder("shuffle_*.data"), replace_by_folder(f"rdd_{stored.id()}_*")]
@@ -113,7 +112,7 @@ def test_files_that_cannot_be_deleted_count_as_release_failures(spark, crew, tmp
 
 
 def test_a_released_dataset_is_recomputed_with_the_same_rows(spark, crew, tmp_path, stored_before):
-    """A dataset gives the same rows when all or half of its shuffles are released, also in another topology."""
+    """A dataset gives the same rows after all or some of its shuffles are released, even in another topology."""
     with crew.topology("a"):
         first = summed_rdd(spark)
         assert sorted(first.collect()) == EXPECTED
@@ -188,7 +187,7 @@ def test_kept_datasets_are_not_recomputed(spark, crew, tmp_path, stored_before):
 def test_an_outer_topology_keeps_a_dataset_that_an_inner_one_ran(spark, crew, tmp_path, stored_before):
     """An outer topology's `keep` covers what an inner topology runs later.
 
-    A dataset without a plan does not disturb it.
+    Keeping a dataset that Spark cannot plan has no effect on other datasets.
     """
     with crew.topology("outer") as outer:
         dataset, discarded = summed_rdd(spark), summed_rdd(spark)
@@ -376,7 +375,7 @@ def test_the_error_for_a_closed_resource_suggests_keep(spark, crew):
 
 
 def test_an_exit_tolerates_shuffles_that_are_already_released(spark, crew, tmp_path, stored_before):
-    """An exit succeeds although Spark's cleaner or another topology has already released some of its shuffles."""
+    """An exit succeeds although some of its shuffles were already removed, by hand or by Spark's cleaner."""
     with crew.topology("outer") as outer:
         dataset = summed_rdd(spark)
         dataset.collect()
@@ -395,7 +394,7 @@ def test_an_exit_tolerates_shuffles_that_are_already_released(spark, crew, tmp_p
 
 
 def test_invalid_arguments_are_rejected_with_their_names(spark, crew):
-    """An unknown policy, an object that is not a dataset and a topology that has not started are rejected by name."""
+    """An unknown policy, an object that is not a dataset and a topology that has not started are rejected."""
     with pytest.raises(
         stagecrew.errors.ConfigurationError, match="release='some' is not a release policy.*'shuffles', 'all', 'none'"
     ):
@@ -410,7 +409,7 @@ def test_invalid_arguments_are_rejected_with_their_names(spark, crew):
 
 
 def test_a_stateful_streaming_query_runs_on_while_other_topologies_end(spark, crew, tmp_path, stored_before, request):
-    """A stateful streaming query runs on while other topologies end, and leaves nothing when its own topology ends."""
+    """A stateful streaming query keeps running while other topologies end, and leaves nothing when its own ends."""
     source = tmp_path / "in"
     source.mkdir()
     with crew.topology("stream"):

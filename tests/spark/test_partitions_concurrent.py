@@ -49,7 +49,7 @@ def stored_before(spark, tmp_path):
     return set(shuffle_files(spark, tmp_path)), map_outputs(spark)
 
 
-def holds_for(condition, seconds=3.0):
+def assert_holds(condition, seconds=3.0):
     """Checks that a condition holds for some seconds. Executors report to the driver more often than that."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -58,8 +58,10 @@ def holds_for(condition, seconds=3.0):
 
 
 def test_a_job_that_starts_while_its_topology_closes_keeps_its_outputs(spark, crew, tmp_path, stored_before, journal):
-    """A job that starts while its topology closes uses old and new outputs. They are never dropped, because they now
-    belong to the application."""
+    """A job that starts while its topology is closing uses old outputs and writes new ones.
+
+    None of these outputs is released, because they now belong to the application.
+    """
     gate, path = tmp_path / "gate", journal.path
 
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
@@ -82,13 +84,13 @@ def test_a_job_that_starts_while_its_topology_closes_keeps_its_outputs(spark, cr
     closer = threading.Thread(target=topology.close)
     closer.start()
     try:
-        eventually(lambda: journal.read(event="closing"), 60, "the topology closes")
+        eventually(lambda: journal.read(event="closing"), 60, "the topology is closing")
         may_use_datasets.set()
         user.join(60)
         assert found == [EXPECTED, EXPECTED]
         kept = stored_since(spark, tmp_path, stored_before)[1]
         assert list(kept.values()) == [4, 4]
-        holds_for(lambda: stored_since(spark, tmp_path, stored_before)[1] == kept)
+        assert_holds(lambda: stored_since(spark, tmp_path, stored_before)[1] == kept)
     finally:
         gate.touch()
         closer.join(60)
@@ -126,7 +128,7 @@ def test_a_running_job_keeps_its_outputs_when_its_start_event_is_dropped(spark, 
                 60,
                 "the map stage is written",
             )
-            holds_for(lambda: list(stored_since(spark, tmp_path, stored_before)[1].values()) == [4])
+            assert_holds(lambda: list(stored_since(spark, tmp_path, stored_before)[1].values()) == [4])
         finally:
             gate.touch()
             user.join(60)
@@ -134,9 +136,9 @@ def test_a_running_job_keeps_its_outputs_when_its_start_event_is_dropped(spark, 
 
 
 def test_executors_that_miss_the_end_of_a_topology_delete_its_files_later(spark, crew, tmp_path, stored_before):
-    """Executors that were not notified learn that the topology has ended when they report their inventory.
+    """Executors that missed the end of a topology learn about it when they report their inventory.
 
-    Then they delete its files and table entries.
+    Then they delete the topology's files and table entries.
     """
     with crew.topology("outer") as outer:
         shared = summed_rdd(spark)
@@ -167,7 +169,7 @@ def expect_cancellation(dataset):
 
 
 def test_a_topology_cancelled_while_its_tasks_write_leaves_nothing(spark, crew, tmp_path, stored_before, journal):
-    """Neither a file nor a table entry is left."""
+    """If a topology is cancelled while its tasks are writing outputs, neither a file nor a table entry is left."""
 
     def slow(part):
         journal.write(event="writes")
@@ -179,7 +181,7 @@ def test_a_topology_cancelled_while_its_tasks_write_leaves_nothing(spark, crew, 
         dataset = spark.sparkContext.parallelize(range(400), 4).mapPartitions(slow).reduceByKey(operator.add)
         thread = threading.Thread(target=topology.wrap(lambda: expect_cancellation(dataset)))
         thread.start()
-        eventually(lambda: len(journal.read(event="writes")) >= 2, 60, "two tasks write")
+        eventually(lambda: len(journal.read(event="writes")) >= 2, 60, "two tasks are writing")
         raise ZeroDivisionError
     thread.join(60)
     assert stored_since(spark, tmp_path, stored_before) == (set(), {})
@@ -190,7 +192,7 @@ def test_a_topology_cancelled_while_its_tasks_write_leaves_nothing(spark, crew, 
 def test_a_shared_map_stage_survives_the_cancellation_of_the_first_job(
     spark, crew, tmp_path, stored_before, journal, second_job_in
 ):
-    """Two jobs share a map stage. When the first job is cancelled, its tasks continue to write the stage.
+    """Two jobs share a map stage. When the first job is cancelled, the tasks of the stage continue.
 
     If the second job runs in a topology, the outputs are released when that topology ends. Otherwise they are kept.
     """
@@ -213,7 +215,7 @@ def test_a_shared_map_stage_survives_the_cancellation_of_the_first_job(
     with pytest.raises(ZeroDivisionError), crew.topology("t") as topology:
         first_job = threading.Thread(target=topology.wrap(lambda: expect_cancellation(dataset)))
         first_job.start()
-        eventually(lambda: journal.read(event="writes"), 60, "the map stage runs")
+        eventually(lambda: journal.read(event="writes"), 60, "the map stage is running")
         second_job = threading.Thread(target=run_second)
         second_job.start()
         eventually(lambda: len(status.getActiveJobsIds()) == 2, 60, "the second job waits for the map stage")
@@ -262,10 +264,10 @@ def test_outputs_released_while_a_job_uses_them_are_recomputed(
         return wait
 
     numbers = spark.sparkContext.parallelize(range(100), 4).mapPartitions(hold_at("map", lambda part: 99 in part))
-    two_shuffles = (
+    shuffled_once = (
         numbers.map(lambda n: (n % 5, n)).partitionBy(4).mapPartitions(hold_at("reduce", lambda part: bool(part)))
     )
-    dataset = two_shuffles.reduceByKey(operator.add)
+    dataset = shuffled_once.reduceByKey(operator.add)
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(dataset.collect()))
     thread.start()
@@ -318,7 +320,7 @@ def test_an_adaptive_query_survives_a_release_between_two_of_its_stages(
         thread = threading.Thread(target=lambda: found.append(rows(query)))
         thread.start()
         try:
-            eventually(lambda: journal.read(event="stage"), 60, "the earlier stage runs")
+            eventually(lambda: journal.read(event="stage"), 60, "the earlier stage is running")
             eventually(
                 lambda: list(stored_since(spark, tmp_path, stored_before)[1].values()) == [count],
                 60,
@@ -342,7 +344,7 @@ def test_an_adaptive_query_survives_a_release_between_two_of_its_stages(
 
 
 def two_shuffles(spark, adaptive, parts):
-    """Returns a shuffled dataset, and one that shuffles it again: DataFrames that AQE runs, or RDDs."""
+    """Returns a shuffled dataset and another one that shuffles it again: two DataFrames that AQE runs, or two RDDs."""
     if not adaptive:
         dataset = summed_rdd(spark, parts)
         return dataset, dataset.map(lambda kv: (kv[0] % 2, kv[1])).reduceByKey(operator.add, 2)
@@ -421,7 +423,7 @@ def random_release(spark, crew, seed):
 def test_releases_at_random_moments_fail_no_job(spark, crew, seeds):
     """No job fails or returns wrong rows, at whatever moment topologies release the shuffles that the job uses.
 
-    Even seeds use RDDs, odd seeds use DataFrames that AQE runs.
+    Even seeds use RDDs. Odd seeds use DataFrames that AQE runs.
     """
     on_cluster = spark.sparkContext.master.startswith("spark://")
     released = [random_release(spark, crew, seed) for seed in range(seeds if on_cluster else min(seeds, 40))]

@@ -71,32 +71,32 @@ def test_the_report_of_a_finished_application_equals_topology_report(
     assert report.id in text
 
 
-def renamed(node: Any) -> Any:
-    """What an older stagecrew said, with the names that fields have now."""
+def with_current_names(node: Any) -> Any:
+    """Returns the report of an older stagecrew with today's field names."""
     if isinstance(node, list):
-        return [renamed(one) for one in node]
+        return [with_current_names(one) for one in node]
     if isinstance(node, dict):
-        return {{"cut": "abandoned"}.get(name, name): renamed(one) for name, one in node.items()}
+        return {{"cut": "abandoned"}.get(name, name): with_current_names(one) for name, one in node.items()}
     return node
 
 
-def says(found: Any, expected: Any) -> bool:
-    """Whether `found` has all that is expected: fields are added between versions, and never changed."""
+def contains(found: Any, expected: Any) -> bool:
+    """Whether `found` contains everything in `expected`. It may contain more, because versions only add fields."""
     if isinstance(expected, list):
-        return len(found) == len(expected) and all(map(says, found, expected))
+        return len(found) == len(expected) and all(map(contains, found, expected))
     if isinstance(expected, dict):
-        return all(name in found and says(found[name], one) for name, one in expected.items())
+        return all(name in found and contains(found[name], one) for name, one in expected.items())
     return bool(found == expected)
 
 
 def test_an_event_log_from_before_the_first_release_is_read() -> None:
-    """The report of a recorded log says what it said when it was recorded, with the names that fields have now."""
+    """The report of a recorded log equals the report of that time, apart from added fields and new field names."""
     folder = Path(__file__).parents[1] / "data" / "event-log-before-the-first-release"
     shown = CliRunner().invoke(main, ["report", str(folder / "recorded"), "--json"])
     assert shown.exit_code == 0, shown.output
-    expected = renamed(json.loads((folder / "report.json").read_text()))
+    expected = with_current_names(json.loads((folder / "report.json").read_text()))
     assert len(expected["topologies"]) == 2
-    assert says(json.loads(shown.output), expected)
+    assert contains(json.loads(shown.output), expected)
 
 
 KILLED_APPLICATION = """
@@ -116,7 +116,7 @@ time.sleep(600)
 
 
 def test_the_report_of_a_killed_application_says_it_has_no_end(tmp_path: Path) -> None:
-    """The report has the content of the log, and says that no end is recorded."""
+    """The report of a killed application contains what its log contains, and says that no end is recorded."""
     conf = event_log_settings(tmp_path / "events")
     code = KILLED_APPLICATION.format(tests=str(Path(__file__).parents[1]), conf=conf)
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -163,7 +163,7 @@ def test_line_separators_and_control_characters_are_escaped(tmp_path: Path) -> N
 
 
 def test_the_report_ignores_sparks_default_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report runs locally, whatever master and deploy mode are this machine's defaults."""
+    """The report runs locally, whatever the machine's default master and deploy mode are."""
     write_log(tmp_path, "app-1", [state("topology", topology("t-1", "nightly"))])
     (tmp_path / "conf").mkdir()
     defaults = {
@@ -180,7 +180,7 @@ def test_the_report_ignores_sparks_default_settings(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("path_kind", ["nothing", "a folder"])
 def test_a_path_without_an_event_log_is_an_error(tmp_path: Path, path_kind: str) -> None:
-    """A missing path, or a directory, is an error that names the path. The exit code is 1."""
+    """A missing path, or an empty directory, is an error that names the path. The exit code is 1."""
     log = tmp_path / "log"
     if path_kind == "a folder":
         log.mkdir()
@@ -191,7 +191,7 @@ def test_a_path_without_an_event_log_is_an_error(tmp_path: Path, path_kind: str)
 
 
 def test_the_report_of_a_log_without_stagecrew_says_so(tmp_path: Path) -> None:
-    """The report says that stagecrew stored nothing in the log."""
+    """The report of a log in which stagecrew stored nothing says so."""
     log = tmp_path / "app-1"
     log.write_text(
         '{"Event":"SparkListenerLogStart","Spark Version":"4.3.0"}\n'

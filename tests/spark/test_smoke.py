@@ -18,7 +18,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors do not 
 
 
 class Doubler(stagecrew.Coordinator):
-    """Returns twice the requested number."""
+    """Replies to each request, a number, with twice that number."""
 
     def handle_request(self, evaluation, request):
         return 2 * request
@@ -31,7 +31,7 @@ def doubled(gateway, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBat
 
 
 def test_a_session_from_start_to_end(sessions, journal, tmp_path):
-    """A listener opens and closes, tasks reach their coordinator, rows are committed, and a closed topology reports."""
+    """A listener opens and closes, tasks reach their coordinator, rows are committed, and the report is complete."""
     spark = sessions.get(LOCAL)
     listener = Recorder(journal, "smoke")
     with stagecrew.crew(spark).topology("smoke", listeners=[listener]) as topology:

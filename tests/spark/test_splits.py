@@ -61,11 +61,11 @@ def test_every_split_is_read_once(cluster):
 
 @pytest.mark.long
 def test_splits_follow_sparks_semantics(cluster):
-    """After second actions, coalesce, repartition, unions and joins, each row appears as often as in any dataset."""
+    """With repeated actions, coalesce, repartition, unions and joins, each row appears as often as in any dataset."""
     with stagecrew.crew(cluster).topology("t") as topology:
 
         def new_dataset():
-            """A dataset of which no split was read yet, so that the first action assigns them."""
+            """A dataset whose splits have not been read yet, so that the first action assigns them."""
             return topology.splits(SPLITS, read, "id long", parallelism=4)
 
         def cross_join(splits, hint):
@@ -140,7 +140,7 @@ def test_lost_cached_blocks_are_read_again(cluster):
 
 @pytest.mark.parametrize("case", ["raises", "raises at once", "twice", "equal", "not picklable"])
 def test_a_failing_enumerator_fails_the_topology(cluster, case):
-    """The topology fails at once with the operator's name and the enumerator's exception."""
+    """If an enumerator fails, the topology fails at once, and the error names the enumerator's fault."""
 
     def raise_after_some():
         yield from range(5)
@@ -197,7 +197,7 @@ def test_a_blocking_enumerator_fails_the_topology(sessions):
 
 
 def test_invalid_arguments_are_rejected(cluster):
-    """Objects that are no enumerator, no function or no batches, and a closed topology, are rejected by name."""
+    """An invalid enumerator, function, number of tasks or batch, and a closed topology, are rejected."""
     with stagecrew.crew(cluster).topology("t") as topology:
         with pytest.raises(stagecrew.errors.OperatorMisused, match="int is neither"):
             topology.splits(3, read, "id long")
@@ -226,7 +226,7 @@ def test_splits_are_read_once_after_a_reset_to_a_checkpoint(cluster):
 
 
 def test_a_split_is_given_to_a_task_on_its_preferred_host(cluster):
-    """A split that prefers a host is given to a task on that host when one requests a split."""
+    """A split that prefers a host is given to a task on that host when such a task requests a split."""
 
     class Located:
         def splits(self):
@@ -252,9 +252,10 @@ def test_a_split_is_given_to_a_task_on_its_preferred_host(cluster):
 
 
 def test_every_row_of_row_groups_and_files_is_read(cluster, tmp_path):
-    """Every row of every row group or file of a directory or URI is read once, with columns in any order or selected.
+    """Every row of every row group or file of a directory is read once, from a path or a URI.
 
-    The largest row groups come first.
+    The order of the columns in the files does not matter, and columns can be selected. The largest row groups come
+    first by default.
     """
     folder = tmp_path / "table"
     folder.mkdir()
@@ -322,7 +323,7 @@ class NumbersReader(DataSourceReader):
 
 
 def test_partitions_of_a_data_source_give_sparks_rows(cluster):
-    """Gives the rows that Spark itself reads, even if partitions look the same."""
+    """`DataSourcePartitions` gives the rows that Spark itself reads, even if some partitions are equal."""
     source = DataSourcePartitions(Numbers({}))
     with stagecrew.crew(cluster).topology("t") as topology:
         rows = topology.splits(source, source.read, source.schema, parallelism=3).collect()
@@ -404,12 +405,12 @@ def check_seeded_runs(spark: Any, folder: Path, seeds: range, expected: set[str]
 
 
 def test_every_split_is_read_once_when_tasks_die(faulty_cluster, tmp_path):
-    """Workers and executors are killed, tasks raise, and tasks are speculated. Every split is read once. Some seeds."""
+    """Every row is returned once although workers and executors are killed and tasks raise. Three seeds."""
     check_seeded_runs(faulty_cluster, tmp_path, range(7, 10), {"worker", "slow", "executor"})
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(0, 200, 25))
 def test_every_split_is_read_once_when_tasks_die_in_many_runs(faulty_cluster, tmp_path, first):
-    """The same for 200 seeds."""
+    """Every row is returned once although workers and executors are killed and tasks raise. 200 seeds."""
     check_seeded_runs(faulty_cluster, tmp_path, range(first, first + 25), {"worker", "slow", "executor", "read again"})

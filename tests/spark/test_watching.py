@@ -106,8 +106,10 @@ def table_cells(text: str, title: str, *names: str) -> list[dict[str, str]]:
 def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
     sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run with listeners, a coordinator, splits, a shuffle and an agent: while it runs, after it, and from its
-    event log."""
+    """Tab, metrics and reports agree about a run with listeners, a coordinator, splits, a shuffle and an agent.
+
+    They agree while the run is in progress and after it, and the report from its event log agrees with them.
+    """
     logs = tmp_path / "logs"
     logs.mkdir()
     conf = {"spark.ui.enabled": "true", "spark.ui.port": "0", "spark.stagecrew.processes.interval": "200ms"}
@@ -159,16 +161,16 @@ def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
         assert sorted(row.a for row in split.collect()) == list(range(5))
         assert spark.sparkContext.parallelize(range(6), MAPS).map(lambda x: (x % 2, x)).groupByKey(REDUCES).count() == 2
         stored = eventually(lambda: sum(one.outputs for one in topology.report.partitions) == MAPS and topology.report)
-        bytes_of = sum(one.output_bytes for one in stored.partitions)
+        output_bytes = sum(one.output_bytes for one in stored.partitions)
         meters = gauges(spark)
-        assert (meters["partitions.outputs"], meters["partitions.outputs.bytes"]) == (MAPS, bytes_of)
+        assert (meters["partitions.outputs"], meters["partitions.outputs.bytes"]) == (MAPS, output_bytes)
         assert (meters["topologies.active"], meters["partitions.inProgress"], meters["partitions.released"]) == (
             2,
             0,
             0,
         )
         (topology_json,) = (one for one in fetch_json(spark, "/stagecrew/json")["topologies"] if one["name"] == name)
-        assert sum(one["partitions"]["outputBytes"] for one in topology_json["executors"].values()) == bytes_of > 0
+        assert sum(one["partitions"]["outputBytes"] for one in topology_json["executors"].values()) == output_bytes > 0
     assert sorted(set(received)) == list(range(EVENTS))
     report = topology.report
     expected_counts = {
@@ -230,7 +232,9 @@ def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
     assert meters["listeners.open.micros"] == tab["totals"]["openMicros"] == open_micros
     assert meters["partitions.outputs"] == meters["partitions.outputs.bytes"] == 0
     assert meters["partitions.released"] == tab["totals"]["released"] == report.released == MAPS
-    assert meters["partitions.released.bytes"] == tab["totals"]["releasedBytes"] == report.released_bytes == bytes_of
+    assert (
+        meters["partitions.released.bytes"] == tab["totals"]["releasedBytes"] == report.released_bytes == output_bytes
+    )
     assert meters["processes.workers"] >= TASKS
     assert meters["processes.memory.bytes"] > 10_000_000
     store = ModelServer().session()
@@ -305,7 +309,7 @@ def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
     assert (row["outputs"], row["released"], row["bytes released"], row["release failures"]) == (
         "0",
         str(MAPS),
-        str(bytes_of),
+        str(output_bytes),
         "0",
     )
     columns = (
@@ -334,7 +338,7 @@ def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
 
 
 class HeldCoordinator(stagecrew.Coordinator):
-    """Handles its first event when the test releases it."""
+    """A coordinator that handles its first event only once the test releases the coordinator."""
 
     def __init__(self, context: stagecrew.CoordinatorContext, released: str, handled: list[Any]) -> None:
         super().__init__(context)
@@ -346,7 +350,10 @@ class HeldCoordinator(stagecrew.Coordinator):
 
 
 def test_messages_that_wait_for_a_coordinator_are_counted(sessions: Sessions, tmp_path: Path) -> None:
-    """While a coordinator handles a message, report, tab and metrics count the queued ones, until they are handled."""
+    """While a coordinator is handling a message, the report, the tab and the metrics count its unhandled messages.
+
+    The count includes the message that the coordinator is handling.
+    """
     sessions.stop()
     spark = sessions.get("local[3]", **{"spark.ui.enabled": "true", "spark.ui.port": "0"})
     released, handled, sent = str(tmp_path / "released"), [], 6
@@ -425,7 +432,7 @@ def test_topology_state_is_posted_only_with_an_event_log(
     sessions.stop()
 
 
-def test_an_executor_whose_interpreter_has_pyspark_only(sessions: Sessions, tmp_path: Path) -> None:
+def test_listeners_work_if_the_executors_interpreter_has_only_pyspark(sessions: Sessions, tmp_path: Path) -> None:
     """Listeners of both scopes work without psutil; the page names the executor, its interpreter and the remedy."""
     folder = tmp_path / "interpreter"
     venv.create(folder, symlinks=True)
@@ -463,7 +470,7 @@ def test_an_executor_whose_interpreter_has_pyspark_only(sessions: Sessions, tmp_
 
 
 def _sampled_processes(spark: SparkSession, workers: int) -> Any:
-    """The processes, once all of them exist, are idle and have been sampled since. Their values match psutil's."""
+    """The processes, once all of them exist and their last samples match psutil's values."""
     processes = [
         one for one in fetch_json(spark, "/stagecrew/json")["processes"] if len(one["samples"]) > 1 and not one["ended"]
     ]
