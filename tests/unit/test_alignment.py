@@ -247,7 +247,7 @@ def test_splits_of_several_sources_come_in_event_time_order():
     with pytest.raises(OperatorFailed, match="source 'a' of EventTimeSplits came from an iterator"):
         list(once.splits())
     for wrong in ({}, [1]):
-        with pytest.raises(OperatorMisused, match="by their names"):
+        with pytest.raises(OperatorMisused, match="merges named sources: pass a dict"):
             EventTimeSplits(wrong, lambda split: split, 3)
 
 

@@ -303,7 +303,7 @@ def test_an_invalid_work_folder_or_spark_home_is_an_error(tmp_path, monkeypatch)
     assert list(tmp_path.rglob("run-*")) == []
     assert launcher.prepare(JobSpec("a.py"), "..").parent.parent == tmp_path / "other"
     monkeypatch.setenv("SPARK_HOME", str(tmp_path / "absent"))
-    with pytest.raises(ConfigurationError, match="no executable file"):
+    with pytest.raises(ConfigurationError, match="is not an executable file"):
         Launcher("sqlite:///x", "/y", tmp_path)
 
 
