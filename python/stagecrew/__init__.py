@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from stagecrew.session.crew import Crew
     from stagecrew.session.reports import LatencySummary, ListenerReport, OperatorReport, TopologyReport
     from stagecrew.session.topology import Topology
-    from stagecrew.worker.evaluations import TaskGateway
+    from stagecrew.worker.task_gateway import TaskGateway
 
 __all__ = [
     "Checkpoint",
@@ -85,7 +85,7 @@ _LAZY = {
     "OperatorReport": "stagecrew.session.reports",
     "PartitionReport": "stagecrew.partitions.report",
     "Release": "stagecrew.partitions.report",
-    "TaskGateway": "stagecrew.worker.evaluations",
+    "TaskGateway": "stagecrew.worker.task_gateway",
     "Topology": "stagecrew.session.topology",
     "TopologyReport": "stagecrew.session.reports",
     "configure": "stagecrew.session.builder",

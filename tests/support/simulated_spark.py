@@ -123,7 +123,7 @@ class Executor:
         self.gateways.pop(gateway.id, None)
 
     def send(self, frames):
-        kinds = " ".join(frame.kind for frame in decode_all(frames) if frame.kind not in ("CREDIT_REQUEST", "CREDIT"))
+        kinds = " ".join(frame.kind for frame in decode_all(frames) if frame.kind not in ("CREDIT", "ASK_HANDLED"))
         if not kinds or self.scheduler.dead:  # generators can be closed after their process was killed
             return
         self.scheduler.point(f"before {kinds}")

@@ -384,10 +384,10 @@ def test_handled_is_sent_in_steps(world):
 
 
 def test_a_waiting_task_is_notified_when_its_messages_are_handled(world):
-    """After CREDIT, HANDLED is sent as soon as all earlier messages of the task have been handled."""
+    """After ASK_HANDLED, HANDLED is sent as soon as all earlier messages of the task have been handled."""
     world.ready(1)
     world.events(1, 1, "a", "b")
-    world.receive("CREDIT", evaluation=1)
+    world.receive("ASK_HANDLED", evaluation=1)
     assert not world.wire.take("HANDLED")
     world.take_calls()
     assert [frame["sequence"] for frame in world.wire.take("HANDLED")] == [2]

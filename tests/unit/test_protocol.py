@@ -20,7 +20,7 @@ from stagecrew.coordination.instance import Threads
 from stagecrew.testing.inline import InlineLoop
 from stagecrew.wire.frames import Decoder, decode_all, encode
 from stagecrew.wire.serialization import unpack
-from stagecrew.worker.evaluations import Bound, TaskGateway
+from stagecrew.worker.task_gateway import Bound, TaskGateway
 
 
 class Echo(stagecrew.Coordinator):

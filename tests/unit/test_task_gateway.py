@@ -10,8 +10,8 @@ import pytest
 import stagecrew
 from stagecrew.wire.frames import Decoder, Frame
 from stagecrew.wire.serialization import END, WINDOW, pack
-from stagecrew.worker import evaluations
-from stagecrew.worker.evaluations import Bound, TaskGateway
+from stagecrew.worker import task_gateway
+from stagecrew.worker.task_gateway import Bound, TaskGateway
 
 
 class FakeConnection:
@@ -51,7 +51,7 @@ class FakeConnection:
 def connection(monkeypatch):
     """A fake connection whose clock replaces `time` in the gateway's module."""
     made = FakeConnection()
-    monkeypatch.setattr(evaluations, "time", types.SimpleNamespace(monotonic=lambda: made.now, sleep=lambda _: None))
+    monkeypatch.setattr(task_gateway, "time", types.SimpleNamespace(monotonic=lambda: made.now, sleep=lambda _: None))
     return made
 
 
@@ -78,7 +78,7 @@ def test_a_send_without_room_fails_after_the_request_timeout(gateway, connection
     ):
         gateway.send(b"x")
     assert connection.waits == [30.0]
-    assert connection.frames[-1] == "CREDIT"
+    assert connection.frames[-1] == "ASK_HANDLED"
 
 
 def test_a_send_continues_when_a_message_is_handled(gateway, connection):
@@ -126,7 +126,7 @@ def test_a_late_reply_is_dropped(gateway, connection):
 
 
 def test_more_events_are_requested_while_one_is_handled(gateway, connection):
-    """If credit is low when a thread takes the last event, more credit is requested immediately, so that other waiting
+    """If credit is low when a thread takes the last event, more credit is given immediately, so that other waiting
     threads do not starve while this thread handles the event."""
 
     def arrive(*events):
@@ -134,14 +134,14 @@ def test_more_events_are_requested_while_one_is_handled(gateway, connection):
 
     connection.wait = lambda found, _seconds: found() or arrive(pack(b"x" * 200_000, 1 << 20)) or found()
     assert next(gateway.events()) == b"x" * 200_000
-    assert connection.frames.count("CREDIT_REQUEST") == 2
+    assert connection.frames.count("CREDIT") == 2
     arrive(*[b"\0"] * 512)
     events = gateway.events()
     for _ in range(511):
         next(events)
-    assert connection.frames.count("CREDIT_REQUEST") == 2
+    assert connection.frames.count("CREDIT") == 2
     next(events)
-    assert connection.frames.count("CREDIT_REQUEST") == 3
+    assert connection.frames.count("CREDIT") == 3
 
 
 def test_buffered_messages_are_sent_before_the_next_event_is_returned(gateway, connection):

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from stagecrew.errors import OperatorMisused
-from stagecrew.worker.evaluations import Bound, evaluate
+from stagecrew.worker.evaluations import evaluate
+from stagecrew.worker.task_gateway import Bound
 
 if TYPE_CHECKING:
     from types import FrameType

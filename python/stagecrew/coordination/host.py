@@ -174,7 +174,7 @@ class Host:
             self._liveness.end(id_, frame["outcome"], frame["reason"])
             return
         if (found := self._liveness.find(id_)) is None:
-            if frame.kind in ("EVENTS", "REQUEST", "FINISH", "CREDIT"):
+            if frame.kind in ("EVENTS", "REQUEST", "FINISH", "ASK_HANDLED"):
                 self._liveness.abort(executor, id_, "its topology has ended, or its coordinator was reset")
             return
         binding, instance, live = found
@@ -185,7 +185,7 @@ class Host:
         elif frame.kind == "FINISH":
             if self._delivery.finish(live, frame["sequence"]):
                 self._liveness.end(id_, frame["outcome"], frame["reason"])
-        elif frame.kind == "CREDIT":
+        elif frame.kind == "ASK_HANDLED":
             instance.loop.call(self._delivery.report_handled, live)  # after the messages that the task sent before
         elif frame.kind == "ACCEPTED":
             if (due := live.gateway.acknowledge(frame["sequence"])) is not None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from stagecrew.coordination.bound_function import BoundFunction
 from stagecrew.errors import OperatorMisused, TopologyError
-from stagecrew.worker.evaluations import Bound, evaluate
+from stagecrew.worker.evaluations import evaluate
+from stagecrew.worker.task_gateway import Bound
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Operator, Scope
-    from stagecrew.worker.evaluations import TaskGateway
+    from stagecrew.worker.task_gateway import TaskGateway
 
 __all__ = ["Aligner", "Alignment", "AlignmentCoordinator", "align"]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Scope
     from stagecrew.operators.commit_log import CommitLog
-    from stagecrew.worker.evaluations import TaskGateway
+    from stagecrew.worker.task_gateway import TaskGateway
 
 __all__ = ["CommitCoordinator", "commit_dataset"]
 

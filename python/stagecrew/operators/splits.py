@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.operator import Scope
-    from stagecrew.worker.evaluations import TaskGateway
+    from stagecrew.worker.task_gateway import TaskGateway
 
 __all__ = ["SplitCoordinator", "read_splits"]
 

@@ -10,7 +10,7 @@ from stagecrew.operators.reducers import Reducer, reducer_call
 from stagecrew.operators.superstep_messages import IN_PIECES, PIECE, WHOLE, pickled, split_into_pieces
 
 if TYPE_CHECKING:
-    from stagecrew.worker.evaluations import TaskGateway
+    from stagecrew.worker.task_gateway import TaskGateway
 
 __all__ = ["SuperstepContext"]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from stagecrew.coordination.operator import Scope
-    from stagecrew.worker.evaluations import TaskGateway
+    from stagecrew.worker.task_gateway import TaskGateway
 
 __all__ = ["note_remedy", "run_supersteps"]
 

@@ -99,13 +99,13 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "REPLY": (68, (("evaluation", "q"), ("sequence", "q"), ("outcome", "s"), ("payload", "b"))),
     "HANDLED": (69, (("evaluation", "q"), ("sequence", "q"))),
     # The task can take this many more of its coordinator's events from the executor.
-    "CREDIT_REQUEST": (70, (("evaluation", "q"), ("events", "q"), ("bytes", "q"))),
+    "CREDIT": (70, (("evaluation", "q"), ("events", "q"), ("bytes", "q"))),
     "ACCEPTED": (71, (("evaluation", "q"), ("sequence", "q"))),
     "OVERFLOWED": (72, (("evaluation", "q"), ("reason", "s"))),
     "ABORT": (73, (("evaluation", "q"), ("reason", "s"))),
     "ENDED": (74, (("evaluation", "q"), ("outcome", "s"), ("reason", "s"))),
     # The task has no room to send: it asks for a HANDLED frame.
-    "CREDIT": (75, (("evaluation", "q"),)),
+    "ASK_HANDLED": (75, (("evaluation", "q"),)),
     "FROM": (96, (("executor", "s"), ("frames", "b"))),
     "TO": (97, (("executor", "s"), ("frames", "b"))),
     "LOST": (98, (("executor", "s"), ("reason", "s"))),

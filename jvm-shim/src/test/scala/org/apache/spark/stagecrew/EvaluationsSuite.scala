@@ -160,7 +160,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     takeKinds(sentToDriver)
     driverSends(Frames.encode("EVENTS", 1L, 1L, Vector(Array[Byte](1), Array[Byte](2))))
     assert(takeKinds(sentToDriver) == List("ACCEPTED") && sentToWorker.isEmpty)
-    workerSends(Frames.encode("CREDIT_REQUEST", 1L, 5L, 100L))
+    workerSends(Frames.encode("CREDIT", 1L, 5L, 100L))
     assert(takeKinds(sentToWorker) == List("EVENTS"))
     driverSends(Frames.encode("EVENTS", 1L, 4L, Vector(Array[Byte](4))))
     assert(takeKinds(sentToDriver) == List("OVERFLOWED"))

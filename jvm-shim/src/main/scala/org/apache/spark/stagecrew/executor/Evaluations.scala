@@ -46,12 +46,12 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       // The attempt may have ended before the evaluation was added to `byId`.
       val failure = attempts.failureReason(attempt)
       if (failure.nonEmpty || !attempts.runs(attempt)) endAll(_.id == id, failure)
-    case "CREDIT_REQUEST" =>
+    case "CREDIT" =>
       val credit = Frames.decode(ByteBuffer.wrap(frame))
       find(credit.long("evaluation")).foreach { evaluation =>
         evaluation.deliver(_.addCredit(credit.long("events"), credit.long("bytes")))
       }
-    case kind @ ("EVENTS" | "REQUEST" | "FINISH" | "CREDIT") =>
+    case kind @ ("EVENTS" | "REQUEST" | "FINISH" | "ASK_HANDLED") =>
       // If the evaluation is unknown, Spark has ended its attempt: its frames are dropped.
       val id = Frames.evaluationOf(frame)
       val evaluation = find(id)
