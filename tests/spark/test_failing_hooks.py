@@ -52,7 +52,7 @@ def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, jou
         spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).collect()
     text = str(caught.value)
     assert "ValueError: open of recorder fails on purpose" in text
-    assert "in _called" in text  # the user's own frames
+    assert "in _record" in text  # the user's own frames
     assert PACKAGE_IN_JAR not in text
     assert "raised by open of listener 'recorder' (topology 't', executor" in text
     assert not journal.read(event="body")

@@ -25,7 +25,9 @@ final class ExecutorCrew(
   val ledger = new Ledger(timelines = timelines)
   private[stagecrew] val table = new TopologyTable
 
+  // The threads of the pool load classes of users: each must be created by a thread with Spark's class loader.
   private val pool = Executors.newCachedThreadPool(daemon("stagecrew-hook"))
+  private lazy val watchdog = Executors.newSingleThreadScheduledExecutor(daemon("stagecrew-watchdog"))
   private val self: Peer = Rpc.endpoint(s"stagecrew-$executor", this)
   private lazy val driver: Peer = Rpc.driver(DriverCrew.EndpointName)
   private[stagecrew] lazy val host: String = SparkInternals.host
@@ -154,6 +156,7 @@ final class ExecutorCrew(
     reports.last(math.max(remainingMs, LastReportMs))
     Partitions.stop(partitions)
     loop.shutdownNow()
+    watchdog.shutdownNow()
     pool.shutdown()
     lock.synchronized(server).foreach { case (channels, folder) =>
       channels.close()
@@ -162,11 +165,10 @@ final class ExecutorCrew(
     Log.contained("stopping the endpoint")(Rpc.stopEndpoint(self))
   }
 
-  /** Runs a call in the pool after a delay. The loop is not used, because it writes to links, and a process that hangs
-    * can block it. */
+  /** Runs a call on the watchdog thread after a delay. The loop is not used, because it writes to links, and a process
+    * that hangs can block it. */
   private[stagecrew] def watch(ms: Long)(f: => Unit): Unit =
-    CompletableFuture.delayedExecutor(ms + 10, TimeUnit.MILLISECONDS, pool)
-      .execute(() => Log.contained("killing overdue processes")(f))
+    watchdog.schedule((() => Log.contained("killing overdue processes")(f)): Runnable, ms + 10, TimeUnit.MILLISECONDS)
 }
 
 object ExecutorCrew {
