@@ -30,9 +30,9 @@ from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-LONG_PLACES = [pytest.param(name, marks=pytest.mark.long) for name in ("parquet", "sqlite", "iceberg")]
+LONG_TARGETS = [pytest.param(name, marks=pytest.mark.long) for name in ("parquet", "sqlite", "iceberg")]
 #: Sinks that write to servers. Each sink is pickled with its connection settings and sent to the tasks.
-SERVER_PLACES = [pytest.param(name, marks=pytest.mark.long) for name in ("postgresql", "s3", "hdfs")]
+SERVER_TARGETS = [pytest.param(name, marks=pytest.mark.long) for name in ("postgresql", "s3", "hdfs")]
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +51,14 @@ def servers(tmp_path_factory):
         yield get
 
 
-@pytest.fixture(params=["objects", *LONG_PLACES])
-def place(request, tmp_path):
+@pytest.fixture(params=["objects", *LONG_TARGETS])
+def target(request, tmp_path):
     (tmp_path / "sink").mkdir()
     return SinkTarget(request.param, tmp_path / "sink")
 
 
-@pytest.fixture(params=["append", pytest.param("objects", marks=pytest.mark.long), *LONG_PLACES, *SERVER_PLACES])
-def any_place(request, tmp_path, servers):
+@pytest.fixture(params=["append", pytest.param("objects", marks=pytest.mark.long), *LONG_TARGETS, *SERVER_TARGETS])
+def any_target(request, tmp_path, servers):
     """A sink target in the test's directory or on a server."""
     (tmp_path / "sink").mkdir()
     return SinkTarget(request.param, tmp_path / "sink", servers(request.param))
@@ -66,7 +66,7 @@ def any_place(request, tmp_path, servers):
 
 @pytest.fixture
 def cluster(sessions):
-    """A session on a cluster of two executors. A task may fail 30 times."""
+    """A session on a cluster of two executors. The job fails only when one task has failed 30 times."""
     return sessions.get(LOCAL_CLUSTER, **{"spark.task.maxFailures": "30"})
 
 
@@ -91,27 +91,27 @@ def do_when(condition, action):
     assert not problems, problems
 
 
-def has_staged(topology, number):
-    """Returns a condition that holds once at least `number` attempts have offered their staged rows."""
+def have_offered(topology, number):
+    """Returns a condition that holds once the driver has received offers from at least `number` attempts."""
     return lambda: topology.progress.get("commit/1", {}).get("staged", 0) >= number
 
 
-def check_commit(spark, place, journal):
+def check_commit(spark, target, journal):
     """Checks that each row is visible once and that each partition's rows come from one attempt that Spark accepted."""
-    visible = place.visible()
+    visible = target.visible()
     assert [number for number, _ in visible] == list(range(40))
     writers = attempts_by_partition(visible)
     assert {partition for partition, numbers in writers.items() if len(numbers) == 1} == {0, 1, 2, 3}
     assert set.union(*writers.values()) <= accepted_attempts(spark, journal)
-    assert place.leftovers() == []
+    assert target.leftovers() == []
 
 
-def test_attempts_that_die_after_staging_are_not_committed(cluster, any_place, tmp_path, journal):
+def test_attempts_that_die_after_staging_are_not_committed(cluster, any_target, tmp_path, journal):
     """The rows of attempts that die after staging are not committed.
 
     A worker is killed after it has staged its rows, and an executor after its task's offer has reached the driver.
     """
-    offered, died = str(tmp_path / "offered"), str(tmp_path / "died")
+    offered, ready_to_die = str(tmp_path / "offered"), str(tmp_path / "ready to die")
 
     def kill_after_staging(partition, attempt, number):
         if partition == 1 and number == 0:
@@ -120,31 +120,30 @@ def test_attempts_that_die_after_staging_are_not_committed(cluster, any_place, t
     def kill_executor_after_offer(partition, attempt, number):
         if partition == 2:
             with contextlib.suppress(FileExistsError):
-                os.close(os.open(died, os.O_CREAT | os.O_EXCL))
+                os.close(os.open(ready_to_die, os.O_CREAT | os.O_EXCL))
                 eventually(lambda: os.path.exists(offered), 60, "the driver has received the offer")
                 kill(executor_pid())
                 time.sleep(60)
 
-    sink = recording_sink(any_place.sink(), journal, staged=kill_after_staging, offered=kill_executor_after_offer)
+    sink = recording_sink(any_target.sink(), journal, staged=kill_after_staging, offered=kill_executor_after_offer)
     with stagecrew.crew(cluster).topology("t") as topology:
 
         def driver_received_all():
-            return (
-                os.path.exists(died) and has_staged(topology, 4)()
-            )  # all four have offered, so no other task runs on that executor
+            # An attempt of each partition has offered, so the executor that will be killed is running no other task.
+            return os.path.exists(ready_to_die) and have_offered(topology, 4)()
 
         with do_when(driver_received_all, lambda: Path(offered).touch()):
             report = topology.commit(rows_of(cluster), sink)
         assert (report.rows, report.parts) == (40, 4)
         assert topology.progress["commit/1"]["staged"] >= 5
-    check_commit(cluster, any_place, journal)
+    check_commit(cluster, any_target, journal)
 
 
 @pytest.mark.parametrize("ending_attempts", ["both", pytest.param("one", marks=pytest.mark.long)])
-def test_only_one_of_two_speculative_attempts_is_committed(
-    sessions, standalone, place, tmp_path, journal, ending_attempts
+def test_only_one_of_an_attempt_and_its_speculative_copy_is_committed(
+    sessions, standalone, target, tmp_path, journal, ending_attempts
 ):
-    """Two speculative attempts of one task stage the same rows, and only one of the attempts is committed.
+    """An attempt and its speculative copy stage the same rows, and only one of them is committed.
 
     Either both attempts end at the same time, or one of them runs until Spark kills it.
     """
@@ -166,20 +165,20 @@ def test_only_one_of_two_speculative_attempts_is_committed(
             if ending_attempts == "one" and number == 0:
                 time.sleep(60)
 
-    sink = recording_sink(place.sink(), journal, offered=wait_for_both)
-    with stagecrew.crew(spark).topology("t") as topology, do_when(has_staged(topology, 5), lambda: Path(go).touch()):
+    sink = recording_sink(target.sink(), journal, offered=wait_for_both)
+    with stagecrew.crew(spark).topology("t") as topology, do_when(have_offered(topology, 5), lambda: Path(go).touch()):
         assert topology.commit(rows_of(spark), sink).rows == 40
     assert len(journal.read(event="staged", partition=0)) == 2
-    check_commit(spark, place, journal)
+    check_commit(spark, target, journal)
 
 
-def process_ids_of_this_worker():
+def executor_daemon_and_worker_pids():
     """The process ids of the executor, its Python daemon and this worker."""
     return [executor_pid(), os.getppid(), os.getpid()]
 
 
 @pytest.mark.parametrize("fault", ["killed", pytest.param("stopped", marks=pytest.mark.long)])
-def test_rows_of_a_worker_that_outlives_its_executor_are_not_left(sessions, any_place, tmp_path, journal, fault):
+def test_rows_of_a_worker_that_outlives_its_executor_are_not_left(sessions, any_target, tmp_path, journal, fault):
     """A worker writes after the commit, and nothing that it wrote is left.
 
     The worker is late because it outlived its executor, or because SIGSTOP stopped it together with its executor.
@@ -198,7 +197,7 @@ def test_rows_of_a_worker_that_outlives_its_executor_are_not_left(sessions, any_
         if partition == 2 and number == 0:
             for signum in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
                 signal.signal(signum, signal.SIG_IGN)
-            pids = process_ids_of_this_worker()
+            pids = executor_daemon_and_worker_pids()
             journal.write(event="late", pids=pids)
             if fault == "killed":
                 kill(pids[0])
@@ -209,7 +208,7 @@ def test_rows_of_a_worker_that_outlives_its_executor_are_not_left(sessions, any_
         for pid in journal.read(event="late")[0]["pids"]:
             kill(pid, signal.SIGSTOP)
 
-    sink = recording_sink(any_place.sink(), journal, before=continue_late)
+    sink = recording_sink(any_target.sink(), journal, before=continue_late)
     try:
         stopping = do_when(lambda: journal.read(event="late"), stop) if fault == "stopped" else contextlib.nullcontext()
         with stagecrew.crew(cluster).topology("t") as topology, stopping:
@@ -222,17 +221,17 @@ def test_rows_of_a_worker_that_outlives_its_executor_are_not_left(sessions, any_
     eventually(lambda: journal.read(event="continues"), 30, "the late worker continues")
     worker = line["pids"][2]
     eventually(lambda: not is_alive(worker), 60, "the late worker has ended")
-    check_commit(cluster, any_place, journal)
+    check_commit(cluster, any_target, journal)
     eventually(lambda: not any(map(is_alive, line["pids"])), 60, "the late worker's executor and daemon have ended")
 
 
 CASES = {
     # Spark detects that the map stage returned other rows, but has already accepted a result, so it fails the job.
-    "taken": ("true", "some"),
+    "job_fails": ("true", "some"),
     # Spark has not accepted a result yet, so it reruns the whole stage that reads the rows.
-    "again": ("true", "none"),
+    "stage_reruns": ("true", "none"),
     # Spark does not compare the rows, and accepts results computed from both runs.
-    "unseen": ("false", "some"),
+    "not_detected": ("false", "some"),
 }
 
 
@@ -247,7 +246,7 @@ def claim(path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_a_recomputed_stage_with_other_rows_commits_what_spark_accepts(cluster, place, tmp_path, journal, case):
+def test_a_recomputed_stage_with_other_rows_commits_what_spark_accepts(cluster, target, tmp_path, journal, case):
     """If a recomputed map stage returns other rows, the rows that Spark accepts are committed.
 
     If Spark fails the job, no row is committed.
@@ -255,7 +254,7 @@ def test_a_recomputed_stage_with_other_rows_commits_what_spark_accepts(cluster, 
     checksum_enabled, results_before = CASES[case]
     cluster.conf.set("spark.sql.shuffle.orderIndependentChecksum.enabled", checksum_enabled)
     cluster.conf.set("spark.sql.shuffle.orderIndependentChecksum.enableFullRetryOnMismatch", checksum_enabled)
-    result_taken, died, recomputed = (str(tmp_path / name) for name in ("taken", "died", "again"))
+    result_accepted, died, recomputed = (str(tmp_path / name) for name in ("accepted", "died", "recomputed"))
 
     def add_salt(batches):
         salt = os.urandom(4).hex()
@@ -275,7 +274,7 @@ def test_a_recomputed_stage_with_other_rows_commits_what_spark_accepts(cluster, 
         # One task kills its executor, which must have map output: on a slow machine an executor may have none.
         if (tmp_path / f"map-{executor}").exists() and claim(tmp_path / "killer"):
             if results_before == "some":
-                eventually(lambda: os.path.exists(result_taken), 60, "Spark has accepted a result")
+                eventually(lambda: os.path.exists(result_accepted), 60, "Spark has accepted a result")
             Path(died).touch()
             kill(executor)
             time.sleep(60)
@@ -286,14 +285,14 @@ def test_a_recomputed_stage_with_other_rows_commits_what_spark_accepts(cluster, 
     dataset = dataset.mapInArrow(die_after_reading, dataset.schema)
     tracker = cluster.sparkContext.statusTracker()
 
-    def a_result_is_taken():
+    def a_result_is_accepted():
         stages = {line["stage"] for line in journal.read(event="attempt")}
         return any((info := tracker.getStageInfo(stage)) and info.numCompletedTasks for stage in stages)
 
-    sink, failure = recording_sink(place.sink(), journal), None
+    sink, failure = recording_sink(target.sink(), journal), None
     try:
         marking = (
-            do_when(a_result_is_taken, lambda: Path(result_taken).touch())
+            do_when(a_result_is_accepted, lambda: Path(result_accepted).touch())
             if results_before == "some"
             else contextlib.nullcontext()
         )
@@ -304,10 +303,10 @@ def test_a_recomputed_stage_with_other_rows_commits_what_spark_accepts(cluster, 
     finally:
         cluster.conf.unset("spark.sql.shuffle.orderIndependentChecksum.enabled")
         cluster.conf.unset("spark.sql.shuffle.orderIndependentChecksum.enableFullRetryOnMismatch")
-    visible = place.visible()
+    visible = target.visible()
     assert os.path.exists(recomputed)
-    assert place.leftovers() == []
-    if case == "taken":
+    assert target.leftovers() == []
+    if case == "job_fails":
         assert failure is not None
         assert "indeterminate output" in failure
         assert visible == []
@@ -316,4 +315,4 @@ def test_a_recomputed_stage_with_other_rows_commits_what_spark_accepts(cluster, 
     assert [number for number, _ in visible] == list(range(40))
     assert {int(text.rsplit(" ", 1)[1]) for _, text in visible} <= accepted_attempts(cluster, journal)
     salts = {text.split(" by ")[0] for _, text in visible}
-    assert len(salts) == 4 if case == "again" else len(salts) > 4
+    assert len(salts) == 4 if case == "stage_reruns" else len(salts) > 4

@@ -29,10 +29,10 @@ def spark(sessions: Sessions, master: str, application) -> SparkSession:
     return sessions.get(master, listeners=application[1])
 
 
-def closed_executions(journal: Journal, since: int, opens: int | None = None) -> list[dict]:
-    """Waits until every open of the execution's listener has a close. Returns both, without the first `since` events.
+def open_and_close_events(journal: Journal, since: int, opens: int | None = None) -> list[dict]:
+    """Waits until every open of the execution's listener has a close. Returns these opens and closes.
 
-    Waits for at least `opens` opens, if given.
+    Ignores the listener's first `since` events of any kind. Waits for at least `opens` opens, if given.
     """
 
     def all_closed():
@@ -49,36 +49,37 @@ def closed_executions(journal: Journal, since: int, opens: int | None = None) ->
 
 
 def topology_ids(events: list[dict]) -> set[str]:
+    """The ids of the executions: each execution is a topology of its own."""
     return {event["topology"] for event in events}
 
 
-def test_listeners_of_the_builder_cover_named_topologies(spark, application, journal):
-    """In a named topology, the builder's listeners decorate outermost.
+def test_listeners_of_the_builder_cover_named_topologies(spark, application):
+    """In a named topology, `decorate` of the builder's listeners wraps that of the topology's own listeners.
 
     The application's listener opens before the topology's listener and stays open after the topology.
     """
-    log = application[0]
-    with stagecrew.crew(spark).topology("named", listeners=[Recorder(log, "named")]):
-        spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(log, "in named")).collect()
-    for inside in log.read(event="body", name="in named"):
-        entered = [e["listener"] for e in log.read(event="enter", attempt=inside["attempt"])]
+    journal = application[0]
+    with stagecrew.crew(spark).topology("named", listeners=[Recorder(journal, "named")]):
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(journal, "in named")).collect()
+    for inside in journal.read(event="body", name="in named"):
+        entered = [e["listener"] for e in journal.read(event="enter", attempt=inside["attempt"])]
         assert entered == ["application", "execution", "named"]
-    assert not log.read(event="close", listener="application")
-    for pid in {e["pid"] for e in log.read(event="open", listener="named")}:
-        opened = [e["listener"] for e in log.read(event="open", pid=pid)]
+    assert not journal.read(event="close", listener="application")
+    for pid in {e["pid"] for e in journal.read(event="open", listener="named")}:
+        opened = [e["listener"] for e in journal.read(event="open", pid=pid)]
         assert opened.index("application") < opened.index("named")
 
 
 def test_an_aqe_query_of_several_jobs_is_one_execution(spark, application):
     """A SQL execution opens and closes its listeners once per process, however many jobs it runs."""
-    log = application[0]
-    before = len(log.read(listener="execution"))
+    journal = application[0]
+    before = len(journal.read(listener="execution"))
     spark.sparkContext.setJobGroup("aqe", "a query of several jobs")
     rows = spark.range(0, 100, 1, 2).mapInArrow(lambda batches: batches, "id long").groupBy("id").count().collect()
     spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
     assert len(rows) == 100
     assert len(spark.sparkContext.statusTracker().getJobIdsForGroup("aqe")) > 1
-    events = closed_executions(log, before)
+    events = open_and_close_events(journal, before)
     assert len(topology_ids(events)) == 1
     for pid in {e["pid"] for e in events}:
         assert [e["event"] for e in events if e["pid"] == pid] == ["open", "close"]
@@ -86,33 +87,33 @@ def test_an_aqe_query_of_several_jobs_is_one_execution(spark, application):
 
 def test_each_query_is_a_separate_execution(spark, application):
     """Two consecutive queries are two executions."""
-    log = application[0]
-    before = len(log.read(listener="execution"))
+    journal = application[0]
+    before = len(journal.read(listener="execution"))
     for _ in range(2):
         spark.range(0, 10, 1, 2).mapInArrow(lambda batches: batches, "id long").collect()
-    assert len(topology_ids(closed_executions(log, before, 2))) == 2
+    assert len(topology_ids(open_and_close_events(journal, before, 2))) == 2
 
 
 def test_each_rdd_job_is_an_execution(spark, application):
     """Each RDD job is an execution: its listeners open and close once in each process that runs its tasks."""
-    log = application[0]
-    before = len(log.read(listener="execution"))
+    journal = application[0]
+    before = len(journal.read(listener="execution"))
     for _ in range(2):
-        spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(log, "job")).collect()
-    events = closed_executions(log, before, 2)
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(journal, "job")).collect()
+    events = open_and_close_events(journal, before, 2)
     assert len(topology_ids(events)) == 2
-    for name in topology_ids(events):
+    for topology_id in topology_ids(events):
         for pid in {e["pid"] for e in events}:
-            hooks = [e["event"] for e in events if e["pid"] == pid and e["topology"] == name]
+            hooks = [e["event"] for e in events if e["pid"] == pid and e["topology"] == topology_id]
             assert hooks in ([], ["open", "close"])
 
 
 def test_a_streaming_query_is_one_execution(spark, application, tmp_path):
     """All batches of a streaming query, and the inner jobs of foreachBatch, are one execution that ends with the
     query."""
-    log = application[0]
-    before = len(log.read(listener="execution"))
-    path = log.path
+    journal = application[0]
+    before = len(journal.read(listener="execution"))
+    path = journal.path
 
     def run_inner_job(frame, batch):
         frame.sparkSession.sparkContext.parallelize(range(2), 2).map(lambda x: x).collect()
@@ -125,9 +126,9 @@ def test_a_streaming_query_is_one_execution(spark, application, tmp_path):
         .option("checkpointLocation", str(tmp_path / "checkpoint"))
         .start()
     )
-    eventually(lambda: len(log.read(event="batch")) >= 3, 90, "three batches are processed")
+    eventually(lambda: len(journal.read(event="batch")) >= 3, 90, "three batches are processed")
     query.stop()
-    events = closed_executions(log, before)
+    events = open_and_close_events(journal, before)
     assert len(topology_ids(events)) == 1
     for pid in {e["pid"] for e in events}:
         assert [e["event"] for e in events if e["pid"] == pid] == ["open", "close"]
@@ -135,9 +136,9 @@ def test_a_streaming_query_is_one_execution(spark, application, tmp_path):
 
 def test_stopping_spark_closes_every_listener_of_the_application(sessions, spark, application):
     """`spark.stop()` closes the listeners of the application in every process."""
-    log = application[0]
-    spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(log, "last")).collect()
+    journal = application[0]
+    spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(journal, "last")).collect()
     sessions.stop()
-    opened = log.read(event="open")
+    opened = journal.read(event="open")
     assert opened
-    eventually(lambda: len(log.read(event="close")) == len(opened), 10, "every listener is closed")
+    eventually(lambda: len(journal.read(event="close")) == len(opened), 10, "every listener is closed")

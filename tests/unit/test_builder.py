@@ -89,7 +89,7 @@ def test_the_jar_is_in_the_package():
 
 
 def test_a_missing_jar(monkeypatch, builder):
-    """If the jar is missing, `configure` already raises an error, which says how to get the jar."""
+    """Without the jar, `jar_path`, `spark_conf` and `configure` raise an error that says how to get the jar."""
     monkeypatch.setattr(f"{session_builder.jar_path.__module__}.__version__", "0.0.0+none")
     for call in (stagecrew.jar_path, stagecrew.spark_conf, lambda: stagecrew.configure(builder)):
         with pytest.raises(
@@ -190,7 +190,10 @@ def test_the_jvm_starts_with_the_options_of_the_builder(started, builder, jvm):
 
 
 def test_configure_appends_to_the_conf_of_the_jvm(started, builder, jvm):
-    """Values from spark-submit and spark-defaults.conf are included once, because the builder's would replace them."""
+    """`configure` merges the builder's values with those from spark-submit and spark-defaults.conf, each entry once.
+
+    A value that is set on the builder would replace them.
+    """
     jvm.jvm_conf |= {
         "spark.plugins": "of.submit, of.builder",
         "spark.jars": "file:///a%20b.jar,hdfs://h/c.jar,file:///builder.jar",
@@ -441,7 +444,7 @@ class JavaError:
         self.getClass = lambda: SimpleNamespace(getName=lambda: class_name)
 
 
-def refused(java: JavaError | None, text: str = "py4j's text") -> Exception:
+def error_seen_by_user(java: JavaError | None, text: str = "py4j's text") -> Exception:
     """Returns the error that a user sees when the start of Spark fails with this Java exception."""
     error = RuntimeError(text)
     error.java_exception = java
@@ -449,22 +452,25 @@ def refused(java: JavaError | None, text: str = "py4j's text") -> Exception:
 
 
 def test_refusals_by_the_plugin_become_configuration_errors():
-    """The innermost message that comes from stagecrew becomes a ConfigurationError. All other errors stay unchanged."""
-    ours = refused(JavaError("outer", JavaError("stagecrew refuses spark.python.daemon.module=x")))
+    """If the message of the innermost cause mentions stagecrew, it becomes a ConfigurationError.
+
+    All other errors stay unchanged.
+    """
+    ours = error_seen_by_user(JavaError("outer", JavaError("stagecrew refuses spark.python.daemon.module=x")))
     assert type(ours) is ConfigurationError
     assert str(ours) == "stagecrew refuses spark.python.daemon.module=x"
-    assert type(refused(JavaError("this stagecrew is built for Spark 4.3"))) is ConfigurationError
-    assert str(refused(JavaError("port in use"))) == "py4j's text"
-    assert str(refused(JavaError(None))) == "py4j's text"
-    assert type(refused(None, "stagecrew is unhappy")) is ConfigurationError
+    assert type(error_seen_by_user(JavaError("this stagecrew is built for Spark 4.3"))) is ConfigurationError
+    assert str(error_seen_by_user(JavaError("port in use"))) == "py4j's text"
+    assert str(error_seen_by_user(JavaError(None))) == "py4j's text"
+    assert type(error_seen_by_user(None, "stagecrew is unhappy")) is ConfigurationError
 
 
 def test_a_missing_class_is_not_a_refusal():
     """A ClassNotFoundException stays unchanged even if the name of the missing class contains "stagecrew"."""
     missing = JavaError("com.example.stagecrew.Mine", class_name="java.lang.ClassNotFoundException")
-    assert str(refused(missing)) == "py4j's text"
-    assert str(refused(JavaError("outer", missing))) == "py4j's text"
-    assert type(refused(JavaError("stagecrew says: ClassNotFoundException"))) is ConfigurationError
+    assert str(error_seen_by_user(missing)) == "py4j's text"
+    assert str(error_seen_by_user(JavaError("outer", missing))) == "py4j's text"
+    assert type(error_seen_by_user(JavaError("stagecrew says: ClassNotFoundException"))) is ConfigurationError
 
 
 def test_a_refusal_in_a_later_session():
@@ -486,7 +492,7 @@ def test_an_error_is_never_its_own_cause(builder, jvm, monkeypatch, text, same):
 
 
 def test_listeners_of_a_running_application_cannot_change():
-    """A running application accepts only listeners and coordinators that it already has, or objects equal to them.
+    """A running application accepts only listeners that it has, or that equal one of them, and coordinators by name.
 
     The error names the others and says what to do.
     """

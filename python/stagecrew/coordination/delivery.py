@@ -18,14 +18,14 @@ __all__ = ["Delivery"]
 
 #: Of the replies to an evaluation that have at least this many bytes, only the last is kept.
 _LARGE_REPLY: Final = 1 << 16
-#: The longest time between two HANDLED frames while the coordinator is handling messages, in seconds.
+#: If the last HANDLED frame is at least this old, in seconds, the next handled message causes another one.
 _REPORT_PERIOD: Final = 1.0
 
 
 class Delivery:
     """Detects duplicate and missing messages by their numbers. Drops duplicates; a gap fails the evaluation's attempt.
 
-    `fail` fails the attempt of a live evaluation for a reason.
+    `fail(evaluation_id, reason)` fails the attempt of a live evaluation.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Delivery:
     def events(
         self, instance: Instance, live: LiveEvaluation, first: int, payloads: list[bytes], counts: Statistics
     ) -> None:
-        """Enqueues those of these events that are new. `first` is the sequence number of the first event."""
-        if (new := self._without_duplicates(live, first, payloads)) is not None:
+        """Enqueues the events that are new. `first` is the sequence number of the first event."""
+        if (new := self._accept_new(live, first, payloads)) is not None:
             counts.events_in += len(new)
             instance.enqueue(self._handle_events, instance, live, new)
 
@@ -50,23 +50,29 @@ class Delivery:
         if sequence < live.expected:
             if (reply := live.replies.get(sequence)) is not None:
                 self._reply(live, sequence, *reply)
-            return  # otherwise, the coordinator is still handling the request, or handled it long ago
-        if self._without_duplicates(live, sequence, [payload]) is not None:
+            return  # otherwise, there is no reply yet, or it is no longer kept
+        if self._accept_new(live, sequence, [payload]) is not None:
             with live.replies_lock:
                 live.replies[sequence] = None
             counts.requests += 1
             instance.enqueue(self._handle_request, instance, live, sequence, payload, counts, self._clock())
 
     def finish(self, live: LiveEvaluation, sequence: int) -> bool:
-        """Acknowledges the evaluation's last message. Fails the attempt, and returns False, if some are missing."""
+        """Acknowledges the evaluation's last message, and returns True.
+
+        If earlier messages are missing, fails the attempt and returns False.
+        """
         if sequence > live.expected:
-            self._without_duplicates(live, sequence, [])
+            self._accept_new(live, sequence, [])
             return False
         self._reply(live, sequence, "ok", b"")
         return True
 
-    def _without_duplicates(self, live: LiveEvaluation, first: int, payloads: list[bytes]) -> list[bytes] | None:
-        """Returns the payloads that are new. If messages are missing, fails the attempt and returns None."""
+    def _accept_new(self, live: LiveEvaluation, first: int, payloads: list[bytes]) -> list[bytes] | None:
+        """Accepts the payloads that are new: advances `live.expected`, and returns them.
+
+        If messages are missing, fails the attempt and returns None.
+        """
         if first > live.expected:
             self._fail(live.evaluation.id, f"its messages {live.expected} to {first - 1} were lost in transit")
             return None
@@ -134,6 +140,7 @@ class Delivery:
     def _reply_failure(
         self, live: LiveEvaluation, sequence: int, error: BaseException, counts: Statistics, received_at: float
     ) -> None:
+        """Replies with an error, and counts it. Runs on any thread."""
         self._reply(live, sequence, "failed", failure(error, self._limit))
         counts.raised(error, fails=False)
         counts.replies.add(self._clock() - received_at)

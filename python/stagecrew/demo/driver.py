@@ -70,7 +70,10 @@ class Demo:
         self._url, self._output, self._limit, self._master, self._console = database, output, flights, master, console
 
     def run(self) -> Comparison:
-        """Runs everything, returns the comparison, and removes all temporary files and the database schema."""
+        """Runs everything and returns the comparison.
+
+        Before it returns, it removes all temporary files and, with PostgreSQL, the schema. An SQLite file stays.
+        """
         require_java()
         try:
             self._output.mkdir(parents=True, exist_ok=True)
@@ -99,8 +102,8 @@ class Demo:
         with self._console.status("Starting Spark ..."):
             spark = self._start(parts)
         try:
-            workers = spark.sparkContext.defaultParallelism
-            self._print(f"Spark     {spark.version}, master {self._master}, {workers} tasks at a time")
+            slots = spark.sparkContext.defaultParallelism
+            self._print(f"Spark     {spark.version}, master {self._master}, {slots} tasks at a time")
             return self._compare(spark, database, scratch, parts)
         finally:
             with redirect_stderr(self._log):

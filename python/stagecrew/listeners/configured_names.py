@@ -16,11 +16,16 @@ __all__ = ["note_names"]
 
 
 def note_names(listener: object, identity: Identity) -> None:
-    """Adds the names of this listener in the configuration to its identity, before it is pickled on the driver."""
+    """Adds to the listener's identity the names under which `spark.stagecrew.listeners` contains it.
+
+    Called on the driver before the listener is pickled.
+    """
     for target in _configured():
         module, _, path = target.partition(":")
         found: Any = sys.modules.get(module)
-        with contextlib.suppress(Exception):  # a module may compute its attributes
+        with contextlib.suppress(
+            Exception
+        ):  # reading an attribute may run code that raises, such as a module's `__getattr__`
             for part in path.split("."):
                 found = getattr(found, part, None)
         if found is listener:

@@ -101,13 +101,14 @@ class Election:
 
     It has no clock, socket or thread. The caller passes it all events, with the times of a monotonic clock.
 
-    * Each term is granted once and revoked once, and terms only grow. After a revocation, only an acquisition that was
-      requested later counts.
-    * `Suspended` and `Lost` end leadership immediately. So does silence: the deadline is two thirds of the session
-      timeout after the last acknowledged request was *sent*. A response after the deadline does not restore leadership.
+    * Each term is granted once and revoked once, and terms only grow. After a revocation, or a
+      `Suspended` or `Lost` of a follower, only an acquisition that was requested later counts.
+    * `Suspended`, `Lost` and `Resigned` end leadership immediately. If the store does not respond, leadership ends at
+      the deadline: two thirds of the session timeout after the last acknowledged request was *sent*. A response after
+      the deadline does not restore leadership.
 
-    Not promised: the store can already have another leader. If a leader notices the end of its term late, its writes
-    are stopped by the fence, not by this class.
+    Not promised: that only one process believes that it leads. The store can already have another leader. If a leader
+    notices the end of its term late, its writes are stopped by the fence, not by this class.
     """
 
     def __init__(self) -> None:

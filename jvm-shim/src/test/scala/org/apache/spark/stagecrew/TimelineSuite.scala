@@ -38,7 +38,7 @@ class TimelineSuite extends AnyFunSuite {
 
   test("the bar of a running span reaches the end of the timeline, and the bar of a very short span is visible") {
     val html = drawn(1000, span("1", 0, 0), span("1", 999, 999))
-    assert(bars(html).map(_ \@ "width") == Seq("1070.0", "2.0") && (bars(html).head \ "title").text.endsWith("runs"))
+    assert(bars(html).map(_ \@ "width") == Seq("1070.0", "2.0") && (bars(html).head \ "title").text.endsWith("still running"))
   }
 
   test("the number of spans in the image is limited, and the text below it counts the spans that are left out") {

@@ -89,7 +89,7 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
     def notReleased(error: Throwable): Unit = Log.log.warn(
       s"the partitions of topology '${topology.description.name}' are not released, " +
         s"because the driver could not find out which jobs use them", error)
-    val before = StagecrewScheduler.nextAttempt(sc)
+    val before = StagecrewScheduler.nextTaskAttempt(sc)
     val known = try { claimRunning(); true } catch { case Failure(error) => notReleased(error); false }
     val outer = crew.chainOf(topology).tail.filter(_.state == "active").map(_.description.id)
     val policy = if (known) topology.description.release else DriverPartitions.KeepsAll

@@ -101,7 +101,7 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
       reported: Inventory, leaving: Boolean, stateOf: String => String,
       claim: () => Unit): (Orphans, Seq[SparkInternals.LeftBlocks]) = {
     lazy val before = {
-      val next = StagecrewScheduler.nextAttempt(sc)
+      val next = StagecrewScheduler.nextTaskAttempt(sc)
       claim()
       next
     }

@@ -7,7 +7,7 @@ import scala.util.Try
   * changes them. */
 private[spark] object StagecrewScheduler {
   /** The active jobs, each with its value of a local property. The result may be out of date, because the scheduler's
-    * thread changes the jobs. */
+    * thread changes the jobs. It is empty if the jobs could not be read consistently. */
   def activeJobs(sc: SparkContext, property: String): Map[Int, String] =
     readConsistently(sc.dagScheduler.activeJobs.toArray.map(job => job.jobId -> local(job, property)).toMap)
       .getOrElse(Map.empty)
@@ -21,14 +21,15 @@ private[spark] object StagecrewScheduler {
     }
   }.getOrElse(throw new IllegalStateException("Spark's stages changed during each of 20 reads"))
 
-  /** The id of the next attempt. All attempts that have begun have smaller ids. 0 if the scheduler is not
+  /** The id of the next task attempt. All task attempts that have begun have smaller ids. 0 if the scheduler is not
     * Spark's own. */
-  def nextAttempt(sc: SparkContext): Long = sc.taskScheduler match {
+  def nextTaskAttempt(sc: SparkContext): Long = sc.taskScheduler match {
     case scheduler: TaskSchedulerImpl => scheduler.nextTaskId.get
     case _ => 0
   }
 
-  /** The first active job that needs a stage, like `activeJobForStage`. */
+  /** The first active job that needs a stage, like `activeJobForStage`. None if there is none, or if it could not be
+    * read consistently. */
   def jobOfStage(sc: SparkContext, stage: Int): Option[Int] = readConsistently(sc.dagScheduler.stageIdToStage.get(stage)
     .flatMap(_.jobIds.toArray.filter(sc.dagScheduler.jobIdToActiveJob.contains).minOption)).flatten
 

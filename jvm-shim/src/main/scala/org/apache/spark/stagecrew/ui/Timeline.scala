@@ -28,13 +28,13 @@ private[stagecrew] object Timeline {
     else {
       val spans = topology.spans.takeRight(MaxSpans)
       val executors = spans.map(_.executor).distinct.sortBy(id => (id.length, id)) // numbers, mostly
-      val left = topology.spansDropped + topology.spans.size - spans.size
+      val notShown = topology.spansDropped + topology.spans.size - spans.size
       svg(spans, executors.take(MaxLanes), topology.started, until) ++ <p>{summary(topology.spans, executors.size)}{
-        if (left > 0) s" $left more are not shown." else ""}{
+        if (notShown > 0) s" $notShown more are not shown." else ""}{
         if (executors.size > MaxLanes) s" The first $MaxLanes executors are shown." else ""}</p>
     }
 
-  /** A description of the timeline for screen readers. */
+  /** A summary of the spans in words: visible text, and the description of the drawing for screen readers. */
   def summary(spans: Seq[Span], executors: Int): String = {
     val kinds = Kinds.map(kind => kind -> spans.count(_.kind == kind)).collect {
       case (kind, count) if count > 0 => s"$count $kind${if (count == 1) "" else "s"}"
@@ -82,8 +82,8 @@ private[stagecrew] object Timeline {
   private def line(x1: String, x2: String, y1: String, y2: String): Node =
     <line x1={x1} x2={x2} y1={y1} y2={y2} stroke="currentColor" stroke-opacity="0.2"/>
 
-  /** Places overlapping spans in different rows, of which there are at most `MaxRows`. Returns each span with its row,
-    * and the number of rows. */
+  /** Places overlapping spans in different rows, at most `MaxRows`. A further span overlaps others, in the row that
+    * ends first. Returns each span with its row, and the number of rows. */
   private[stagecrew] def pack(spans: Seq[Span]): (Seq[(Span, Int)], Int) = {
     val ends = mutable.ArrayBuffer.empty[Long]
     val placed = spans.sortBy(_.started).map { span =>
@@ -101,7 +101,7 @@ private[stagecrew] object Timeline {
 
   private def bar(span: Span, from: Double, to: Double, y: Int): Node = {
     val label = s"${span.kind} ${Show.cut(span.name, Show.Length)} on ${Show.cut(span.executor, Show.Length)}"
-    val duration = if (span.ended > 0) s", ${elapsed(span.ended - span.started)}" else ", runs"
+    val duration = if (span.ended > 0) s", ${elapsed(span.ended - span.started)}" else ", still running"
     val fill = if (span.failed) Failed else Colours.getOrElse(span.kind, Other)
     val kind = if (span.failed) "failed" else if (Colours.contains(span.kind)) span.kind else "other"
     <rect class={s"stagecrew-$kind"} x={decimal(from)} y={y.toString} width={decimal(math.max(2.0, to - from))}
@@ -117,14 +117,14 @@ private[stagecrew] object Timeline {
   private def edge(failed: Boolean): Option[Node] = Option.when(failed)(scala.xml.Text("currentColor"))
 
   /** Draws values over time as a small line, scaled from zero to the largest value. */
-  def sparkline(values: Seq[(Long, Long)], name: String, format: Long => String): Node = {
+  def sparkline(values: Seq[(Long, Long)], prefix: String, format: Long => String): Node = {
     val largest = math.max(1L, values.map(_._2).max)
     val (from, to) = (values.map(_._1).min, math.max(values.map(_._1).min + 1, values.map(_._1).max))
     val points = values.map { case (time, value) =>
       s"${decimal(1 + 98.0 * (time - from) / (to - from))},${decimal(19 - 18.0 * math.max(0L, value) / largest)}"
     }
-    val text = s"${name}last ${format(values.last._2)}, least ${format(values.map(_._2).min)}, " +
-      s"most ${format(largest)}, of ${values.size} samples"
+    val text = s"${prefix}latest ${format(values.last._2)}, minimum ${format(values.map(_._2).min)}, " +
+      s"maximum ${format(values.map(_._2).max)}, over ${values.size} samples"
     <svg xmlns="http://www.w3.org/2000/svg" class="stagecrew-sparkline" role="img" aria-label={text}
       viewBox="0 0 100 20" width="100" height="20"><title>{text}</title><polyline
       points={points.mkString(" ")} fill="none" stroke="currentColor" stroke-width="1.2"/></svg>
