@@ -188,7 +188,7 @@ def test_a_killed_run_does_not_repeat_a_decided_commit(drivers, killed_process):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hold_point", ["1", "behind-1"])
+@pytest.mark.parametrize("hold_point", ["1", "after-1"])
 def test_a_coordinator_resumes_from_the_last_step_of_a_killed_job(drivers, hold_point):
     """If a job is killed during or between actions, its coordinator resumes from the state after the last step.
 
@@ -197,7 +197,7 @@ def test_a_coordinator_resumes_from_the_last_step_of_a_killed_job(drivers, hold_
     (drivers.folder / "out" / f"hold-{hold_point}").touch()
     drivers.start()
     drivers.submit(job_spec("counting", drivers), "job")
-    started = "action-1" if hold_point == "1" else "behind-1"
+    started = "action-1" if hold_point == "1" else "after-1"
     wait_until(lambda: recorded_lines(drivers, started), "the job has reached the hold point")
     os.kill(drivers.process("job"), signal.SIGKILL)
     wait_until(lambda: len(recorded_lines(drivers, started)) == 2, "another run continues")
