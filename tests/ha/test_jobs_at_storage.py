@@ -182,7 +182,7 @@ def test_jobs_wait_when_store_and_storage_share_a_full_disk(tmp_path, disk):
             (drivers.folder / "out" / name).touch()
         for job in ("steps", "ends"):
             wait_until(
-                lambda job=job: drivers.logs(job).count("waits for its ") > 2, f"{job} waits: {drivers.logs(job)}"
+                lambda job=job: drivers.logs(job).count("is done and waits ") > 2, f"{job} waits: {drivers.logs(job)}"
             )
         assert driver.poll() is None
         disk.make_room()
