@@ -24,7 +24,7 @@ from stagecrew.session.application import Application
 from stagecrew.session.crew import Crew
 from stagecrew.testing.inline import InlineThreads, InlineTransport
 from stagecrew.wire.frames import decode_all, encode
-from stagecrew.worker import evaluations
+from stagecrew.worker import evaluations, task_gateway
 from support.simulated_jobs import Killed
 
 #: The state of the current thread: its turn (a lock), its task, and its local properties in Spark.
@@ -306,7 +306,7 @@ def process(scheduler, log, coordinators):
             (functions, "spark_partition_id", lambda: None),
             (TaskContext, "get", lambda: HERE.task),
             (evaluations, "connected", lambda _: spark.executor),
-            (evaluations, "_FLUSH_DELAY", -1.0),  # the gateway sends messages immediately, not in a thread
+            (task_gateway, "_FLUSH_DELAY", -1.0),  # the gateway sends messages immediately, not in a thread
             (operators, "Threads", lambda: spark.executor.threads),
             (Operator, "bound", bound_at_points),
         ]:
