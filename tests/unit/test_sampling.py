@@ -99,6 +99,15 @@ def test_a_process_that_samples_itself_does_not_count_the_sample() -> None:
     assert sample["samples"][0]["files"] == len(descriptors)
 
 
+def test_a_zombie_has_no_sample() -> None:
+    """The sampler has no sample of a process that has ended while its parent has not waited for it."""
+    sampler = Sampler("worker")
+    assert not sampler.problem
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert sampler.sample(process.pid) is None
+
+
 def test_a_process_that_has_ended_has_no_sample(idle: int) -> None:
     """The sampler has no sample of a process that does not exist, and forgets a process that has ended."""
     sampler = Sampler("worker")

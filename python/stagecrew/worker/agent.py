@@ -123,7 +123,6 @@ class Agent:
         except Exception as error:
             body["error"] = format_message_first(error)
             self._lifecycle.close(frame["topology"])
-        body["open"] = self._lifecycle.anything_open
         self._channel.send("OPENED", topology=frame["topology"], body=json.dumps(body), blobs=blobs)
 
     def _values(self, topology: Described, body: dict[str, Any], blobs: list[bytes]) -> None:

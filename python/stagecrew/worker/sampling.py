@@ -79,6 +79,8 @@ class Sampler:
             if not process.is_running():
                 raise psutil.NoSuchProcess(pid)
             with process.oneshot():
+                if process.status() == psutil.STATUS_ZOMBIE:  # it has ended, and its parent has not noticed yet
+                    raise psutil.NoSuchProcess(pid)
                 times, memory, threads = process.cpu_times(), process.memory_info().rss, process.num_threads()
                 started = process.create_time()
             files = process.num_fds() - (pid == os.getpid())  # without the one that is open only to count them
