@@ -415,7 +415,7 @@ def show(results) -> None:
     if "sampling" in results:
         result = results["sampling"]
         words = f"samples of {result['workers']} workers of two executors: CPU of the busier daemon"
-        table.add_row(words, "", f"{result['share']:.3%} of a core", "", "<= 1%")
+        table.add_row(words, "", f"{result['share']:.3%} of a core", "", "<= 0.1%")
     for name, result in results.get("demo", {}).items():
         without, with_stagecrew = result["without"], result["with_stagecrew"]
         counts = f"{without['connections']}", f"{with_stagecrew['connections']}"
