@@ -179,3 +179,20 @@ def test_the_end_of_an_evaluation_wakes_a_waiting_thread(gateway, connection, ca
     connection.wait = wait
     with pytest.raises(stagecrew.errors.EvaluationEnded, match="has ended"):
         call(gateway)
+
+
+def test_a_failed_evaluation_waits_until_the_driver_has_its_last_events(gateway, connection):
+    """The failure is raised after the driver has acknowledged it, so that Spark does not report the failure before."""
+    connection.next_frame = Frame("REPLY", {"sequence": WINDOW + 1, "outcome": "ok", "payload": b""})
+    gateway._finish("failed", "ValueError: on purpose")
+    assert connection.frames[-1] == "FINISH"
+    assert connection.waits == [1.0]
+    assert connection.next_frame is None
+
+
+@pytest.mark.parametrize("reply", [None, Frame("ABORT", {"reason": "Spark has killed its attempt"})])
+def test_a_failed_evaluation_waits_for_a_short_time_only(gateway, connection, reply):
+    """If the driver does not acknowledge the failure, or the attempt was killed, the failure is raised nevertheless."""
+    connection.next_frame = reply
+    gateway._finish("failed", "ValueError: on purpose")
+    assert connection.waits == [1.0]

@@ -6,6 +6,7 @@ A coordinator's events wait in the executor's mailbox until the task has credit 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import threading
@@ -27,6 +28,8 @@ _BATCH_BYTES: Final = 1 << 16
 #: The credit that a task gives to its mailbox: the events and bytes that the mailbox may send to it.
 _CREDIT: Final = 512
 _CREDIT_BYTES: Final = 1 << 17
+#: A failed evaluation waits at most this many seconds until the driver has its last events.
+_FAILURE_WAIT: Final = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +214,11 @@ class TaskGateway:
             self._abort_reason = self._abort_reason or frame["reason"]  # the first reason is the cause
 
     def _finish(self, outcome: str, reason: str) -> None:
-        """Reports the end of the evaluation. If it finished, waits until the driver has queued all its messages."""
+        """Reports the end of the evaluation, and waits until the driver has queued all its messages.
+
+        If it failed, waits for a short time only. Without the wait, Spark could report the failure before the executor
+        has read the last events, which would then be dropped.
+        """
         with self._lock:
             if self._is_finished:
                 return
@@ -230,6 +237,9 @@ class TaskGateway:
                 seconds = self._bound.request_timeout
                 problem = f"did not acknowledge the end of this evaluation within {seconds:g} s"
                 self._await_reply(sequence, time.monotonic() + seconds, problem, self._check_aborted)
+            elif outcome == "failed":
+                with contextlib.suppress(CoordinationTimeout, EvaluationEnded):  # the failure itself is raised
+                    self._await_reply(sequence, time.monotonic() + _FAILURE_WAIT, "", self._check_aborted)
         finally:
             self._connection.remove(self)
 
