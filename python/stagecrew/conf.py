@@ -64,6 +64,15 @@ KEYS: Final[tuple[Key, ...]] = (
         "close.",
     ),
     Key(
+        "spark.stagecrew.channel",
+        "choice",
+        "auto",
+        "How Python processes connect to their executor, and to the driver's JVM. `unix`: through a Unix domain "
+        "socket, which other users cannot reach. `tcp`: through a port of the loopback interface. `auto`: `unix` if "
+        "the operating system and the local directories allow it, and `spark.python.unix.domain.socket.enabled` is "
+        "not set to `false`; otherwise `tcp`.",
+    ),
+    Key(
         "spark.stagecrew.channel.timeout",
         "duration",
         "10s",

@@ -231,32 +231,41 @@ def test_executors_need_only_pyspark(bare_python, journal, master_name, request,
 
 
 @pytest.mark.parametrize(
-    "master_name", [*(pytest.param(one, marks=pytest.mark.long) for one in ("local[2]", LOCAL_CLUSTER)), "standalone"]
+    ("master_name", "channel"),
+    [
+        *(pytest.param(one, "auto", marks=pytest.mark.long) for one in ("local[2]", LOCAL_CLUSTER)),
+        ("standalone", "auto"),
+        pytest.param("standalone", "tcp", marks=pytest.mark.long),
+    ],
 )
-def test_a_session_leaves_no_process_port_or_file(journal, master_name, request, sessions):
-    """After a session has ended, no process, port or file of stagecrew is left."""
+def test_a_session_leaves_no_process_port_or_file(journal, master_name, channel, request, sessions):
+    """After a session has ended, no process, port, socket or file of stagecrew is left."""
     master = master_with_free_cores(master_name, request, sessions)
     done = run_driver(f"""
     from support.script_prelude import *
     journal = Journal({journal.path!r})
-    spark = stagecrew.configure(session_builder({master!r}), listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
-    import json
+    builder = session_builder({master!r}).config("spark.stagecrew.channel", {channel!r})
+    spark = stagecrew.configure(builder, listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
     def place(rows):
         from pyspark import TaskContext
         journal.write(event="runs", daemon=os.getppid())
         yield TaskContext.get().getLocalProperty("spark.stagecrew.place")
     for path in set(spark.sparkContext.parallelize(range(4), 4).mapPartitions(place).collect()):
-        print("PLACE", path, json.load(open(path))["port"])
+        where = json.load(open(path))
+        print("PLACE", path, where.get("path", where.get("port")))
     spark.stop()
     """)
     places = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("PLACE")]
     assert places, done.stderr[-3000:]
     pids = {e["pid"] for e in journal.read(event="open")} | {e["daemon"] for e in journal.read(event="runs")}
     eventually(lambda: not any(is_alive(pid) for pid in pids), 20, "the session's processes end")
-    for path, port in places:
+    for path, where in places:
         eventually(lambda path=path: not os.path.exists(os.path.dirname(path)), 10, f"{path} is removed")
-        listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-        assert int(port) not in listening
+        assert where.isdigit() == (channel == "tcp")
+        listening = {str(c.laddr.port) for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        sockets = {c.laddr for c in psutil.net_connections("unix")}
+        assert where not in listening | sockets
+        assert not os.path.exists(where)
 
 
 @pytest.mark.long

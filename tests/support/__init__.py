@@ -10,5 +10,5 @@
 * Leadership and jobs: `candidate_process`, `driver_processes` (with `kill_points`), `example_jobs`, `simulated_jobs`.
 * Random job programs: `job_programs`, `job_program_strategy`, `job_program_histories` (simulated),
   `job_programs_on_spark`, `simulated_spark`.
-* Operators without Spark: `operator_fakes`.
+* Operators without Spark: `operator_fakes`. A channel without Spark: `fake_channel`.
 """

@@ -1,17 +1,30 @@
-"""Channels without Spark: data arrives complete and in order, and a peer that stalls or closes causes an error."""
+"""Channels without Spark: data arrives complete and in order, and a peer that stalls or closes causes an error.
+
+A client identifies itself only to the server that wrote the place file.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
-from stagecrew.errors import ChannelClosed
+from stagecrew.errors import ChannelClosed, ChannelError
+from stagecrew.wire import place as place_module
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import encode, encoded
+from stagecrew.wire.handshake import proof
+from stagecrew.wire.place import Place
+from support.fake_channel import TOKEN, FakeServer, write_place
 
 
 @pytest.fixture
@@ -83,3 +96,218 @@ def test_a_signal_handler_can_wait_for_its_own_frame(ends):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert [frame.kind for frame in received] == ["CLOSED"]
+
+
+# -- Connecting
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can use files of other users; CI runs as root")
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def server(tmp_path, request):
+    """A fake server of each kind."""
+    with FakeServer(tmp_path, request.param) as fake:
+        yield fake
+
+
+@pytest.fixture
+def connecting():
+    """A function that starts to connect in a thread, and returns a function that waits for the channel or the error."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+
+        def start(server: FakeServer, role: str = "worker"):
+            future = pool.submit(Channel.connect, server.place, role)
+            return lambda: contextlib.closing(future.result(10))
+
+        yield start
+
+
+def test_both_sides_prove_that_they_know_the_token(server, connecting):
+    """The client sends only a nonce until the server has proved the token. No frame contains the token."""
+    result = connecting(server, "agent")
+    server.challenge()
+    (hello,) = server.frames(1)
+    assert server.is_proved(hello)
+    assert (hello.kind, hello["role"], hello["pid"]) == ("HELLO", "agent", os.getpid())
+    assert TOKEN.encode() not in encode(hello.kind, **hello.fields)
+    server.send("WELCOME", body=json.dumps({"executor": "7"}))
+    with result() as channel:
+        assert channel.welcome == {"executor": "7"}
+
+
+def test_a_server_without_the_token_gets_no_proof(server, connecting):
+    """A process that took over the server's address gets only a nonce. The error says that it is not the executor."""
+    result = connecting(server)
+    server.challenge(token="x" * 64)
+    with pytest.raises(ChannelError, match="the process that replied is not the executor, because it does not know"):
+        result()
+    assert server.frames() == []
+
+
+def test_a_server_that_repeats_the_proof_of_another_connection_is_refused(server, connecting):
+    """A recorded challenge proves nothing on a new connection, whose client has another nonce."""
+    result = connecting(server)
+    server.challenge()
+    server.frames(1)
+    recorded = server.nonces
+    server.send("REFUSED", reason="try again")
+    with pytest.raises(ChannelError, match="refused this process: try again"):
+        result()
+    result = connecting(server)
+    server.accept()
+    server.frames(1)
+    server.send("CHALLENGE", nonce=recorded[1], proof=proof(TOKEN, "server", *recorded))
+    with pytest.raises(ChannelError, match="does not know the token"):
+        result()
+    assert server.frames() == []
+
+
+@pytest.mark.parametrize("reply", [encode("WELCOME", body="{}"), b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9])
+def test_a_server_that_sends_something_else_is_refused(server, reply, connecting):
+    """A server that welcomes every client, or speaks another protocol, gets only a nonce."""
+    result = connecting(server)
+    server.accept()
+    server.frames(1)
+    server.accepted[-1].sendall(reply)
+    with pytest.raises(ChannelError):
+        result()
+    assert server.frames() == []
+
+
+def test_a_client_that_was_dropped_tries_again(server, connecting):
+    """The server may drop a client among many strangers. The client connects again, until the server accepts it."""
+    result = connecting(server)
+    for _ in range(4):
+        server.accept()
+        server.accepted.pop().close()
+    server.challenge()
+    server.frames(1)
+    server.send("WELCOME", body="{}")
+    with result() as channel:
+        assert channel.welcome == {}
+
+
+def test_a_client_that_is_always_dropped_gives_up_at_the_timeout(tmp_path, connecting):
+    """After the channel's timeout, the error names the place file and the last cause."""
+    with FakeServer(tmp_path, timeout=0.5) as server:
+        result = connecting(server)
+        began = time.monotonic()
+        server.listening.settimeout(2)
+        with pytest.raises(TimeoutError):
+            while True:
+                server.accept()
+                server.accepted.pop().close()
+        with pytest.raises(ChannelError, match=f"cannot connect to the channel of the executor through {server.place}"):
+            result()
+        assert 0.2 < time.monotonic() - began < 4
+
+
+def test_a_server_that_is_gone_is_an_error_at_once(server):
+    """Without a server, or without a place file, the client does not wait for the timeout."""
+    server.listening.close()
+    began = time.monotonic()
+    with pytest.raises(ChannelError, match="cannot connect to the channel of the driver's JVM.*Connection refused"):
+        Channel.connect(server.place, "driver")
+    with pytest.raises(ChannelError, match="No such file"):
+        Channel.connect(server.place + ".gone", "driver")
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("break_place", "problem"),
+    [
+        (lambda file: file.chmod(0o644), "channel.json: other users have access to it"),
+        (lambda file: file.parent.chmod(0o711), "channel: other users have access to it"),
+        (lambda file: file.write_text("{"), "is not the place file of a channel"),
+        (lambda file: file.write_text("[]"), "is not the place file of a channel"),
+        (lambda file: file.write_text('{"port": "x", "token": "t"}'), "is not the place file of a channel"),
+    ],
+)
+def test_a_place_file_that_others_can_change_is_not_used(tmp_path, break_place, problem):
+    """The client does not connect if another user could have written the place file, or if it is not one."""
+    with FakeServer(tmp_path) as server:
+        break_place(server.folder / "channel.json")
+        with pytest.raises(ChannelError, match=problem):
+            Channel.connect(server.place, "worker")
+        server.listening.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_a_link_instead_of_a_place_file_is_not_followed(tmp_path):
+    """A place file that was replaced by a symbolic link is not read."""
+    with FakeServer(tmp_path) as server:
+        file = server.folder / "channel.json"
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(ChannelError, match="cannot connect"):
+            Channel.connect(server.place, "worker")
+
+
+@needs_root
+def test_a_place_file_of_another_user_is_not_used(tmp_path):
+    """A user other than root uses only place files of its own. In a folder, all must belong to one user."""
+    with FakeServer(tmp_path) as server:
+        os.chown(server.place, 65534, -1)
+        with pytest.raises(ChannelError, match="its folder belongs to another user"):
+            Channel.connect(server.place, "worker")
+    place = write_place(tmp_path / "mine", port=1)
+    for path in (place, os.path.dirname(place)):
+        os.chown(path, 65534, -1)
+    assert Place.read(place).owner == 65534  # root may
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(0o755)
+    os.chown(place, 12345, -1)
+    os.chown(os.path.dirname(place), 65534, -1)
+    script = f"from stagecrew.wire.place import Place\nPlace.read({place!r})"
+    done = subprocess.run(
+        ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-c", script], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "Permission denied" in done.stderr
+
+
+@needs_root
+def test_a_socket_of_another_user_gets_nothing(tmp_path):
+    """If a process of another user serves the socket, the client sends nothing, not even a nonce."""
+    script = """
+import os, socket, sys
+listening = socket.socket(socket.AF_UNIX)
+os.setuid(65534)
+listening.bind(sys.argv[1])
+listening.listen()
+print("listening", flush=True)
+print(repr(listening.accept()[0].recv(100)), flush=True)
+"""
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(0o755)
+    path = str(open_to_all / "s")
+    with subprocess.Popen([sys.executable, "-c", script, path], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "listening\n"
+        place = write_place(tmp_path / "place", path=path)
+        with pytest.raises(ChannelError, match="a process of user 65534 serves .*, not one of user 0"):
+            Channel.connect(place, "worker")
+        assert other.stdout.readline() == "b''\n"
+
+
+def test_without_the_identity_of_the_peer_the_handshake_decides(tmp_path, monkeypatch, connecting):
+    """Where the operating system does not tell a peer's user, such as macOS, both proofs are still required."""
+    monkeypatch.delattr(place_module.socket, "SO_PEERCRED")
+    with FakeServer(tmp_path) as server:
+        result = connecting(server)
+        server.challenge()
+        (hello,) = server.frames(1)
+        assert server.is_proved(hello)
+        server.send("WELCOME", body="{}")
+        with result():
+            pass
+
+
+def test_the_token_is_not_in_the_description_of_a_place(tmp_path):
+    """The token does not appear in a log or a traceback that shows the place."""
+    place = Place.read(write_place(tmp_path / "place", port=1))
+    assert place.token == TOKEN
+    assert TOKEN not in repr(place)

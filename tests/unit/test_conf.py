@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from stagecrew.conf import KEYS, PLUGIN, closest, parse_bytes, parse_seconds, table
 from stagecrew.errors import ConfigurationError
 
-PARSERS = {"duration": parse_seconds, "bytes": parse_bytes, "count": int, "names": str, "class": str, "classes": str}
+PARSERS = {"duration": parse_seconds, "bytes": parse_bytes, "count": int}
+PARSERS |= dict.fromkeys(("names", "class", "classes", "choice"), str)
 
 
 @pytest.mark.parametrize(

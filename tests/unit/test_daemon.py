@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 import zipfile
 import zipimport
 
+import psutil
 import pytest
 
 from stagecrew.worker import daemon, graceful_shutdown
@@ -154,6 +158,84 @@ def test_a_reused_pid_is_not_killed(child):
     graceful_shutdown._asked.append((0.0, process.pid, "another start"))
     graceful_shutdown._later(0, None)
     assert process.poll() is None
+
+
+SECRET = "s" * 32
+
+
+def framed(secret: str) -> bytes:
+    """A secret as Spark sends it."""
+    return len(secret).to_bytes(4, "big") + secret.encode()
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """Spark's end and the worker's end of a stream."""
+    monkeypatch.setenv("PYTHON_WORKER_FACTORY_SECRET", SECRET)
+    spark, worker = socket.socketpair()
+    with spark, worker:
+        yield spark, worker
+
+
+def test_sparks_secret_is_accepted_and_nothing_after_it_is_read(stream):
+    """The reply to the right secret is PySpark's. The bytes of the first task stay in the stream."""
+    spark, worker = stream
+    spark.sendall(framed(SECRET) + b"the task")
+    assert daemon._knows_secret(worker)
+    assert spark.recv(100) == b"\0\0\0\2ok"
+    assert worker.recv(100) == b"the task"
+
+
+@pytest.mark.parametrize(
+    "sent", [framed("x" * 32), framed(SECRET)[:-1], framed(SECRET + "x"), b"", b"\x7f\xff\xff\xff" + b"x" * 40]
+)
+def test_a_stranger_is_not_accepted(stream, sent):
+    """A wrong, short, long or missing secret is refused as in PySpark, and the worker closes its end."""
+    spark, worker = stream
+    spark.sendall(sent)
+    spark.shutdown(socket.SHUT_WR)
+    assert not daemon._knows_secret(worker)
+    assert spark.recv(100) == b"\0\0\0\3err"
+    assert worker.fileno() < 0
+
+
+def test_a_stranger_that_has_gone_is_not_an_error(stream):
+    """A stranger that resets its connection before the reply causes no exception."""
+    spark, worker = stream
+    spark.sendall(framed("x" * 32))
+    spark.close()
+    assert not daemon._knows_secret(worker)
+
+
+def test_a_worker_imports_nothing_before_spark_has_sent_its_secret():
+    """A stranger that connects to the daemon makes it fork, as plain Spark does, but not import `pyspark.worker`.
+
+    20 silent strangers take at most half as much memory again as with PySpark's own daemon, and less than 0.2 s of
+    CPU time.
+    """
+    used = {}
+    environment = {**os.environ, "PYTHON_WORKER_FACTORY_SECRET": SECRET, "SPARK_REUSE_WORKER": "1"}
+    for module in ("pyspark.daemon", "stagecrew.worker.daemon"):
+        command = [sys.executable, "-m", module, "pyspark.worker"]
+        with (
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process,
+            contextlib.ExitStack() as strangers,
+        ):
+            (port,) = struct.unpack(">i", process.stdout.read(4))
+            for _ in range(20):
+                stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+                stranger.recv(4)  # the pid of the worker: it has been forked
+            workers = psutil.Process(process.pid).children()
+            assert len(workers) == 20
+            # Each worker waits for the secret in a read.
+            eventually(lambda workers=workers: all(w.status() == psutil.STATUS_SLEEPING for w in workers), 10)
+            used[module] = (
+                sum(worker.memory_full_info().uss for worker in workers),
+                sum(sum(worker.cpu_times()[:2]) for worker in workers),
+            )
+            process.stdin.close()
+    assert used["stagecrew.worker.daemon"][0] < 1.5 * used["pyspark.daemon"][0]
+    assert used["stagecrew.worker.daemon"][1] < 0.2
 
 
 @pytest.mark.parametrize(

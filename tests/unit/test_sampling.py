@@ -6,19 +6,17 @@ import contextlib
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from stagecrew.wire.frames import Decoder
 from stagecrew.worker.sampling import DaemonSampler, Sampler, configured, install
+from support.fake_channel import FakeServer
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
 
@@ -38,27 +36,23 @@ def idle() -> Iterator[int]:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """A fake executor channel: the path of its connection file (`channel.json`), and the frames that arrive."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    place = tmp_path / "channel.json"
-    place.write_text(
-        json.dumps({"port": listening.getsockname()[1], "token": "t", "maxFrame": 1 << 20, "timeout": 5.0})
-    )
-    accepted: list[socket.socket] = []
-    decoder = Decoder(1 << 20)
+def server(tmp_path: Path) -> Iterator[FakeServer]:
+    """A fake executor channel."""
+    with FakeServer(tmp_path) as fake:
+        yield fake
 
-    def frames() -> list[Any]:
-        if not accepted:
-            accepted.append(listening.accept()[0])
-        found = []
-        while select.select([accepted[0]], [], [], 0.2)[0] and (read := accepted[0].recv_into(decoder.room())):
-            found += decoder.filled(read)
-        return found
 
-    yield SimpleNamespace(place=str(place), frames=frames, accepted=accepted)
-    for connection in (listening, *accepted):
-        connection.close()
+def connected(server: FakeServer) -> DaemonSampler:
+    """A daemon's sampler that is due at every turn, and that its executor knows."""
+    sampler = DaemonSampler(0.0, server.place)
+    sampler.run(lambda: False)
+    server.challenge()
+    assert sampler._connection is not None
+    assert sampler._connection.write_unsent()
+    (hello,) = server.frames()
+    assert server.is_proved(hello)
+    assert (hello.kind, hello["role"], hello["pid"]) == ("HELLO", "sampler", os.getpid())
+    return sampler
 
 
 def ps(pid: int, column: str) -> int:
@@ -121,37 +115,77 @@ def test_a_process_that_has_ended_has_no_sample(idle: int) -> None:
     assert list(sampler._known) == []
 
 
-def test_a_round_costs_at_most_a_thousandth_of_a_core(server: SimpleNamespace, idle: int) -> None:
+def test_a_round_costs_at_most_a_thousandth_of_a_core(server: FakeServer, idle: int) -> None:
     """Ten workers take less than 10 ms of CPU time per round, which is 0.1 % of a core at the default period of 10
     s."""
-    sampler = DaemonSampler(0.0, server.place)
+    sampler = connected(server)
     sampler._workers = dict.fromkeys(range(10))
     real = sampler._sampler.sample
     sampler._sampler.sample = lambda _pid: real(idle)  # type: ignore[method-assign]
-    sampler.run(lambda: False)  # imports psutil, connects
+    sampler.run(lambda: False)  # imports psutil
     before, rounds = time.process_time(), 20
     for _ in range(rounds):
         sampler.run(lambda: False)
     assert (time.process_time() - before) / rounds < 0.01
-    assert len(server.frames()) == rounds + 2
+    assert len(server.frames()) == rounds + 1
     sampler.close()
 
 
-def test_the_daemon_identifies_itself_and_sends_samples_of_its_workers(server: SimpleNamespace, idle: int) -> None:
-    """The daemon first sends HELLO with its token and its role, and then one frame per round."""
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_the_daemon_identifies_itself_and_sends_samples_of_its_workers(kind: str, tmp_path: Path, idle: int) -> None:
+    """The daemon proves that it knows the token, and then sends one frame per round, without ever waiting."""
+    with FakeServer(tmp_path, kind) as server:
+        sampler = DaemonSampler(0.0, server.place)
+        sampler._workers = {idle: None, NO_SUCH_PID: None}
+        sampler.run(lambda: False)
+        server.accept()
+        assert [frame.kind for frame in server.frames()] == ["CONNECT"]
+        sampler.run(lambda: False)  # no proof of the executor has arrived
+        assert server.frames() == []
+        sampler.close()
+        sampler = connected(server)
+        sampler._workers = {idle: None, NO_SUCH_PID: None}
+        sampler.run(lambda: False)
+        (samples,) = server.frames()
+        assert [process["pid"] for process in json.loads(samples["body"])["processes"]] == [idle]
+        assert list(sampler._workers) == [idle]
+        sampler.close()
+
+
+def test_the_daemon_connects_again_if_it_was_dropped_before_it_was_accepted(server: FakeServer) -> None:
+    """An executor that drops the daemon among strangers is tried again. One that has accepted the daemon is not."""
     sampler = DaemonSampler(0.0, server.place)
-    sampler._workers = {idle: None, NO_SUCH_PID: None}
+    for _ in range(3):
+        sampler.run(lambda: False)
+        server.accept()
+        server.accepted.pop().close()
+        sampler.run(lambda: False)
+        assert sampler._connection is not None
     sampler.run(lambda: False)
-    hello, samples = server.frames()
-    assert (hello.kind, hello["token"], hello["role"], hello["pid"]) == ("HELLO", "t", "sampler", os.getpid())
-    assert [process["pid"] for process in json.loads(samples["body"])["processes"]] == [idle]
-    assert list(sampler._workers) == [idle]
-    sampler.close()
+    server.challenge()
+    sampler.run(lambda: False)
+    assert [frame.kind for frame in server.frames()] == ["HELLO", "SAMPLES"]
+    server.send("WELCOME", body="{}")
+    sampler.run(lambda: False)
+    server.accepted.pop().close()
+    sampler.run(lambda: False)
+    assert sampler._connection is None
 
 
-def test_a_request_for_a_worker_interrupts_a_round(server: SimpleNamespace, idle: int) -> None:
-    """After each process, the sampler checks for requests. The round continues when the loop next wakes."""
+def test_the_daemon_sends_nothing_to_a_server_without_the_token(server: FakeServer, caplog: Any) -> None:
+    """If the server's proof is wrong, the daemon stops sampling, logs the reason, and has sent no proof of its own."""
     sampler = DaemonSampler(0.0, server.place)
+    sampler.run(lambda: False)
+    server.challenge(token="wrong")
+    sampler.run(lambda: False)
+    assert sampler._connection is None
+    assert server.frames() == []
+    assert "it does not know the token" in caplog.text
+
+
+def test_a_request_for_a_worker_interrupts_a_round(server: FakeServer, idle: int) -> None:
+    """After each process, the sampler checks for requests. The round continues when the loop next wakes."""
+    sampler = connected(server)
     sampler._workers = dict.fromkeys(range(3))
     sampled: list[int] = []
     sampler._sampler.sample = lambda pid: sampled.append(pid) or None  # type: ignore[method-assign, func-returns-value]
@@ -162,7 +196,7 @@ def test_a_request_for_a_worker_interrupts_a_round(server: SimpleNamespace, idle
     sampler.close()
 
 
-def test_the_loop_waits_no_longer_than_until_the_next_sample(server: SimpleNamespace) -> None:
+def test_the_loop_waits_no_longer_than_until_the_next_sample(server: FakeServer) -> None:
     """The daemon's loop waits only until the next sample is due, or as long as it requested if that is shorter."""
     now = 0.0
     sampler = DaemonSampler(10.0, server.place, clock=lambda: now)
@@ -184,9 +218,9 @@ def test_the_loop_waits_no_longer_than_until_the_next_sample(server: SimpleNames
     os.close(writing)
 
 
-def test_an_executor_that_does_not_read_delays_nothing(server: SimpleNamespace) -> None:
+def test_an_executor_that_does_not_read_delays_nothing(server: FakeServer) -> None:
     """Bytes that cannot be written are kept, and no samples are taken until they have been written."""
-    sampler = DaemonSampler(0.0, server.place)
+    sampler = connected(server)
     sampler._workers = {os.getpid(): None}
     sampler._sampler.frame = lambda _processes: b"x" * (1 << 24)  # type: ignore[method-assign]
     sampler.run(lambda: False)
@@ -200,11 +234,11 @@ def test_an_executor_that_does_not_read_delays_nothing(server: SimpleNamespace) 
     sampler.close()
 
 
-def test_sampling_ends_with_its_executor(server: SimpleNamespace, tmp_path: Path) -> None:
+def test_sampling_ends_with_its_executor(server: FakeServer, tmp_path: Path) -> None:
     """Sampling ends when the executor closes the channel, or if there is no channel file."""
-    sampler = DaemonSampler(0.0, server.place)
+    sampler = connected(server)
+    server.send("WELCOME", body="{}")
     sampler.run(lambda: False)
-    server.frames()
     server.accepted[0].close()
     for _ in range(100):
         sampler.run(lambda: False)
@@ -215,7 +249,7 @@ def test_sampling_ends_with_its_executor(server: SimpleNamespace, tmp_path: Path
     assert nowhere.wait_at_most(1000) == 1000
 
 
-def test_a_forked_worker_closes_the_connection(server: SimpleNamespace) -> None:
+def test_a_forked_worker_closes_the_connection(server: FakeServer) -> None:
     """The worker closes its copy of the connection and takes no samples. The daemon adds the worker to those that it
     samples."""
     sampler = DaemonSampler(0.0, server.place)
@@ -236,13 +270,13 @@ def test_a_forked_worker_closes_the_connection(server: SimpleNamespace) -> None:
     sampler.close()
 
 
-def test_without_psutil_the_problem_is_sent_with_its_remedy(server: SimpleNamespace, monkeypatch: Any) -> None:
+def test_without_psutil_the_problem_is_sent_with_its_remedy(server: FakeServer, monkeypatch: Any) -> None:
     """Without psutil nothing is sampled, and the frame names the interpreter and says to install psutil."""
     monkeypatch.setitem(sys.modules, "psutil", None)
-    sampler = DaemonSampler(0.0, server.place)
+    sampler = connected(server)
     sampler._workers = {os.getpid(): None}
     sampler.run(lambda: False)
-    (process,) = json.loads(server.frames()[1]["body"])["processes"]
+    (process,) = json.loads(server.frames()[0]["body"])["processes"]
     assert (process["pid"], process["role"], process["samples"]) == (os.getpid(), "daemon", [{}])
     assert sys.executable in process["problem"]
     assert "Install psutil" in process["problem"]

@@ -1,8 +1,8 @@
 """The Python side of the socket between a Python process and its executor, or the driver's JVM.
 
-The JVM listens on a loopback port. The place file contains the port and the token that the JVM expects. Only the
-application's user can read this file. A worker gets the file's path from a local property, and the agent from an
-argument. The channel has no thread of its own: its owner reads it.
+The JVM listens on a Unix domain socket, or on a loopback port. The place file says where (`place.py`), and contains the
+token that both sides must know (`handshake.py`). A worker gets the file's path from a local property, and the agent
+from an argument. The channel has no thread of its own: its owner reads it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ import collections
 import contextlib
 import json
 import os
+import random
 import select
 import socket
 import time
-import uuid
 from typing import Any, Final
 
-from stagecrew._version import __version__
 from stagecrew.errors import ChannelClosed, ChannelError
 from stagecrew.wire.frames import Decoder, Field, Frame, encode
+from stagecrew.wire.handshake import Handshake
+from stagecrew.wire.place import Place
 
 __all__ = ["Channel"]
 
 #: The number of buffers that every operating system accepts in one `writev`.
 _MAX_BUFFERS: Final = 512
+#: The pauses between two attempts to connect, in seconds: the first one, and the longest. Each is twice the one before.
+_FIRST_PAUSE: Final = 0.01
+_LONGEST_PAUSE: Final = 0.5
 
 
 class Channel:
@@ -44,27 +48,49 @@ class Channel:
     def connect(cls, place: str, role: str) -> Channel:
         """Connects to the JVM with this place file, and identifies this process.
 
-        Raises `ChannelError` if the JVM cannot be reached or refuses the process.
+        The JVM may drop the connection when strangers open very many. Then this tries again, within the channel's
+        timeout.
+
+        Raises `ChannelError` if the JVM cannot be reached, is not the one that wrote the place file, or refuses the
+        process.
         """
         peer = "the driver's JVM" if role == "driver" else "the executor"
+        deadline, pause = None, _FIRST_PAUSE
+        while True:
+            try:
+                where = Place.read(place)
+                deadline = deadline or time.monotonic() + where.timeout
+                return cls._connected(where, role, peer)
+            except (BlockingIOError, ConnectionResetError, TimeoutError, ChannelClosed) as error:
+                if deadline is None or time.monotonic() + pause > deadline:
+                    raise ChannelError(f"cannot connect to the channel of {peer} through {place}: {error}") from error
+            except OSError as error:  # it is gone
+                raise ChannelError(f"cannot connect to the channel of {peer} through {place}: {error}") from error
+            time.sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    @classmethod
+    def _connected(cls, where: Place, role: str, peer: str) -> Channel:
+        connection = where.new_socket()
         try:
-            with open(place, encoding="utf-8") as file:
-                where = json.load(file)
-            connection = socket.create_connection(("127.0.0.1", where["port"]), timeout=where["timeout"])
-        except (OSError, ValueError, KeyError) as error:
-            raise ChannelError(f"cannot connect to the channel of {peer} through {place}: {error}") from error
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = cls(connection, where["maxFrame"], where["timeout"], peer)
-        process = uuid.uuid4().hex
-        try:
-            channel.send(
-                "HELLO", token=where["token"], role=role, process=process, pid=os.getpid(), version=__version__
-            )
+            connection.settimeout(where.timeout)
+            connection.connect(where.address)
+            where.check_peer(connection)
+            channel = cls(connection, where.max_frame, where.timeout, peer)
+            handshake = Handshake(where.token, role, peer)
+            channel.write(handshake.connect())
+            channel.write(handshake.hello(channel._first("CHALLENGE")))
             channel.welcome = json.loads(channel.wait_for("WELCOME")["body"])
         except BaseException:
             connection.close()
             raise
         return channel
+
+    def _first(self, kind: str) -> Frame:
+        """Waits for the server's first frame, of whatever kind it is."""
+        if not self._arrived and not self._read(self._timeout):
+            raise ChannelError(f"{self._peer} sent no {kind} within {self._timeout} s")
+        return self._arrived.popleft()
 
     def fileno(self) -> int:
         """The socket's file descriptor, for `poll`."""

@@ -29,7 +29,7 @@ Field: TypeAlias = int | str | bytes | list[bytes]
 #: name -> (number, fields). The number of a removed kind is never reused.
 KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     # A Python process and its executor.
-    "HELLO": (1, (("token", "s"), ("role", "s"), ("process", "s"), ("pid", "q"), ("version", "s"))),
+    "HELLO": (1, (("proof", "b"), ("role", "s"), ("process", "s"), ("pid", "q"), ("version", "s"))),
     "WELCOME": (2, (("body", "s"),)),
     "DESCRIBE": (3, (("topology", "s"),)),
     "DESCRIPTION": (4, (("topology", "s"), ("body", "s"), ("blobs", "l"))),
@@ -56,6 +56,8 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "REFUSED": (14, (("reason", "s"),)),
     "SAMPLES": (16, (("body", "s"),)),
     "TOPOLOGY": (17, (("topology", "s"), ("body", "s"), ("blobs", "l"), ("opened", "s"), ("values", "l"))),
+    "CONNECT": (18, (("nonce", "b"),)),
+    "CHALLENGE": (19, (("nonce", "b"), ("proof", "b"))),
     # An executor and the driver.
     "ASK_DESCRIPTION": (32, (("executor", "s"), ("host", "s"), ("topology", "s"))),
     "ASK_EXECUTION": (33, (("executor", "s"), ("key", "s"))),

@@ -6,7 +6,8 @@ daemon with these functions replaced:
 - `worker`, which a forked worker calls once per task. Before it, the worker closes topologies that have ended. After
   it, the worker closes everything if it is about to end. During it, a task begins in `setup_broadcasts`, because this
   runs just before the user's function is read, and Spark treats an exception there as a failure of the task.
-  `handle_worker_exception` removes our frames from such an exception. The task ends in `main`.
+  `handle_worker_exception` removes our frames from such an exception. The task ends in `main`. It checks Spark's
+  secret itself, because the import of `pyspark.worker` takes time and memory.
 - `kill`, which kills workers that Spark no longer needs. A worker with listeners is asked to end first
   (`graceful_shutdown`).
 - `fork` and `poll`, so that the daemon samples its workers when its loop wakes and has nothing to do (`sampling`).
@@ -16,6 +17,8 @@ Source: pyspark/daemon.py and pyspark/worker.py of Spark 4.3.
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import os
 import signal
 import socket
@@ -37,6 +40,12 @@ _hooked = False
 def worker(sock: socket.socket, authenticated: bool) -> int:
     """Replaces `pyspark.daemon.worker`: called by the forked process once per task."""
     global _process
+    if not authenticated:
+        # PySpark's `worker` does the same, but here only a process that knows Spark's secret makes this one import.
+        _reset_signals()
+        if not _knows_secret(sock):
+            return 1
+        authenticated = True
     if _process is not None:
         _process.wait_for_task(sock)
         if not _process.anything_open and _process._channel.fileno() < 0:
@@ -71,6 +80,32 @@ def _begin_task(output: BinaryIO) -> None:
     _process.begin(context, chain.split(" "), output)
 
 
+def _reset_signals() -> None:
+    """PySpark's `worker` does this too, but only later. Until then the daemon's own handlers would be active."""
+    for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _knows_secret(sock: socket.socket) -> bool:
+    """Checks the secret that Spark sends first, and replies as PySpark does.
+
+    Reads no byte beyond the secret, and never more than its length. With Unix domain sockets, PySpark has no secret.
+    """
+    secret = os.environ["PYTHON_WORKER_FACTORY_SECRET"].encode()
+    expected = len(secret).to_bytes(4, "big") + secret
+    received = b""
+    with contextlib.suppress(OSError):
+        while len(received) < len(expected) and (data := sock.recv(len(expected) - len(received))):
+            received += data
+        is_right = hmac.compare_digest(received, expected)
+        reply = b"ok" if is_right else b"err"
+        sock.sendall(len(reply).to_bytes(4, "big") + reply)
+        if is_right:
+            return True
+    sock.close()
+    return False
+
+
 def _worker_module() -> str:
     """The module that PySpark's daemon runs. Any other `spark.python.worker.module` has no effect in a daemon."""
     requested = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -82,9 +117,7 @@ def _hook_pyspark() -> None:
     global _hooked
     if _hooked or _worker_module() != "pyspark.worker":
         return
-    # PySpark's `worker` does this too, but only later. Until then the daemon's own handlers would be active.
-    for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    _reset_signals()
     import pyspark.worker
 
     original_main = pyspark.worker.main

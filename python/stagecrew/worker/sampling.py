@@ -15,6 +15,7 @@ The daemon must never delay a fork, and a worker must not inherit anything:
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
 import logging
@@ -24,12 +25,12 @@ import socket
 import sys
 import time
 import types
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from stagecrew._version import __version__
-from stagecrew.wire.frames import encode
+from stagecrew.wire.frames import Decoder, Frame, encode
+from stagecrew.wire.handshake import Handshake
+from stagecrew.wire.place import Place
 
 __all__ = ["FIRST_SAMPLE", "VARIABLE", "DaemonSampler", "Sampler", "configured", "install"]
 
@@ -38,6 +39,10 @@ VARIABLE: Final = "STAGECREW_SAMPLING"
 
 #: The first sample is taken after this many seconds at most.
 FIRST_SAMPLE: Final = 2.0
+#: How long to wait for the executor's part of the handshake before the daemon checks for it again, in seconds.
+_HANDSHAKE_PAUSE: Final = 0.05
+#: The longest frame that the executor sends to a sampler: WELCOME, with the configuration.
+_MAX_FRAME: Final = 1 << 24
 
 _log = logging.getLogger("stagecrew")
 
@@ -161,7 +166,8 @@ class DaemonSampler:
         assert self._connection is not None
         if self._round is None:
             if not self._connection.write_unsent():
-                self._due = self._clock() + min(1.0, self._seconds)
+                pause = _HANDSHAKE_PAUSE if self._connection.in_handshake else 1.0
+                self._due = self._clock() + min(pause, self._seconds)
                 return
             self._round, self._sampled = iter([] if self._sampler.problem else list(self._workers)), []
         for pid in self._round:
@@ -197,21 +203,31 @@ class _Connection:
     def __init__(self, place: str) -> None:
         self._place = place
         self._socket: socket.socket | None = None
+        self._handshake: Handshake | None = None
+        self._decoder = Decoder(_MAX_FRAME)
+        self._is_welcome = False
         self._unsent = b""
 
     def write_unsent(self) -> bool:
-        """Writes the kept bytes, and returns whether none are left. The first call connects.
+        """Writes the kept bytes. Returns whether none are left, and the executor's proof has arrived.
 
-        Raises `OSError` if the executor is gone.
+        The first call connects, and so does a call after the executor has dropped a connection before it accepted it.
+        Raises `OSError` if the executor is gone, and `ChannelError` if the server is not the executor.
         """
         if self._socket is None:
             self._connect()
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                if not self._opened().recv(1 << 16):  # WELCOME, which is not needed, or the end
-                    raise ConnectionResetError("the executor closed the channel")
-        self._write()
-        return not self._unsent
+        if self._read():
+            self._write()
+        elif self._is_welcome:
+            raise ConnectionResetError("the executor closed the channel")
+        else:
+            self.close()
+        return self._socket is not None and self._handshake is None and not self._unsent
+
+    @property
+    def in_handshake(self) -> bool:
+        """Whether the executor's proof has not arrived yet."""
+        return self._socket is not None and self._handshake is not None
 
     def send(self, frame: bytes) -> None:
         """Writes a frame, and keeps the bytes that cannot be written yet."""
@@ -222,24 +238,46 @@ class _Connection:
         """Closes the socket."""
         if self._socket is not None:
             self._socket.close()
+            self._socket = None
 
     def _opened(self) -> socket.socket:
         assert self._socket is not None
         return self._socket
 
     def _connect(self) -> None:
-        try:
-            with open(self._place, encoding="utf-8") as file:
-                where = json.load(file)
-        except ValueError as error:
-            raise OSError(f"{self._place} cannot be read: {error}") from error
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        where = Place.read(self._place)
+        self._socket = where.new_socket()
         self._socket.setblocking(False)
-        self._socket.connect_ex(("127.0.0.1", where["port"]))
-        process = uuid.uuid4().hex
-        self._unsent = encode(
-            "HELLO", token=where["token"], role="sampler", process=process, pid=os.getpid(), version=__version__
-        )
+        error = self._socket.connect_ex(where.address)
+        if error not in (0, errno.EINPROGRESS, errno.EAGAIN):
+            raise OSError(error, os.strerror(error))
+        if error == 0:
+            where.check_peer(self._socket)
+        self._handshake = Handshake(where.token, "sampler", "the executor")
+        self._decoder = Decoder(_MAX_FRAME)
+        self._unsent = self._handshake.connect()
+
+    def _read(self) -> bool:
+        """Handles the frames that have arrived. Returns False at the end of the stream."""
+        try:
+            while data := self._opened().recv(1 << 16):
+                for frame in self._decoder.feed(data):
+                    self._handle(frame)
+        except BlockingIOError:
+            return True
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:  # the queue of the server's socket was full
+                raise
+        return False
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind == "WELCOME":
+            self._is_welcome = True
+        elif self._handshake is not None:
+            self._unsent += self._handshake.hello(frame)
+            self._handshake = None
 
     def _write(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -14,6 +14,12 @@ final class Settings(conf: SparkConf) {
   val openTimeoutMs: Long = time(OpenTimeout)
   val closeTimeoutMs: Long = time(CloseTimeout)
   val shutdownTimeoutMs: Long = time(ShutdownTimeout)
+  /** How Python processes connect: "unix", "tcp", or "auto", which means a Unix socket if possible. */
+  val channel: String = conf.get(Channel, defaults(Channel)) match {
+    case "auto" if !conf.getBoolean("spark.python.unix.domain.socket.enabled", true) => "tcp"
+    case kind @ ("auto" | "unix" | "tcp") => kind
+    case other => throw new IllegalArgumentException(s"$Channel=$other: it must be auto, unix or tcp")
+  }
   val channelTimeoutMs: Long = time(ChannelTimeout)
   val maxFrame: Int = math.min(conf.getSizeAsBytes(MaxFrame, defaults(MaxFrame)), Int.MaxValue - 16L).toInt
   val reportIntervalMs: Long = time(ReportInterval)
@@ -55,6 +61,7 @@ object Settings {
   val OpenTimeout: String = key("open.timeout", "60s")
   val CloseTimeout: String = key("close.timeout", "10s")
   val ShutdownTimeout: String = key("shutdown.timeout", "5s")
+  val Channel: String = key("channel", "auto")
   val ChannelTimeout: String = key("channel.timeout", "10s")
   val MaxFrame: String = key("channel.maxFrame", "64m")
   val ReportInterval: String = key("report.interval", "1s")

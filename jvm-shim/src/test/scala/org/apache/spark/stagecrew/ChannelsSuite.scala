@@ -1,19 +1,20 @@
 package org.apache.spark.stagecrew
 
-import java.io.{DataInputStream, EOFException, IOException}
-import java.net.{ConnectException, InetAddress, InetSocketAddress, Socket, SocketException}
+import java.io.IOException
 import java.nio.ByteBuffer
 import java.nio.file.{Files, Path}
 import java.nio.file.attribute.PosixFilePermissions
 import java.util.concurrent.{ConcurrentLinkedQueue, CountDownLatch}
 import java.util.concurrent.atomic.AtomicInteger
 import org.apache.spark.SparkConf
+import org.apache.spark.util.UninterruptibleThread
 import org.scalatest.funsuite.AnyFunSuite
 import scala.jdk.CollectionConverters._
 import scala.util.Random
-import org.apache.spark.stagecrew.wire.{Channels, Frame, FrameException, Frames, Json, Link, LinkHandler}
+import org.apache.spark.stagecrew.wire.{Channels, Frame, FrameException, Frames, Link, LinkHandler}
 
-/** The server of channels, with real sockets. Whatever one connection sends, the server keeps serving the others. */
+/** The server of channels, with real Unix sockets and real ports. Whatever one connection sends, the server keeps
+  * serving the others. */
 class ChannelsSuite extends AnyFunSuite {
   private val TimeoutMs = 400L
 
@@ -22,7 +23,12 @@ class ChannelsSuite extends AnyFunSuite {
     val connections = new AtomicInteger
     val ends = new AtomicInteger
     val frames = new ConcurrentLinkedQueue[String]()
-    override def connected(link: Link): Unit = { connections.incrementAndGet(); () }
+    @volatile var last: Link = _
+    override def connected(link: Link): Unit = {
+      last = link
+      connections.incrementAndGet()
+      ()
+    }
     override def received(link: Link, frame: Frame): Unit = {
       frames.add(frame.kind)
       if (frame.kind == "BEGIN") link.send("CLOSED", frame.long("attempt").toString)
@@ -31,53 +37,41 @@ class ChannelsSuite extends AnyFunSuite {
     override def disconnected(link: Link): Unit = { ends.incrementAndGet(); () }
   }
 
-  private final class Client(port: Int) {
-    val socket = new Socket()
-    socket.connect(new InetSocketAddress(InetAddress.getLoopbackAddress, port), 5000)
-    socket.setSoTimeout(10000)
-    private val in = new DataInputStream(socket.getInputStream)
+  private final class Server(val channels: Channels, val echo: Echo, val kind: String) {
+    val place: ChannelPlace = ChannelPlace.read(channels.place)
+    def client(): ChannelClient = new ChannelClient(place)
 
-    def send(data: Array[Byte]): Unit = socket.getOutputStream.write(data)
-    def read(): Frame = Frames.read(in, 1 << 20)
-
-    def served(attempt: Long): Boolean = {
-      send(Frames.encode("BEGIN", attempt))
-      read().text("topology") == attempt.toString
+    def known(): ChannelClient = {
+      val known = client()
+      assert(known.greet().text("body") == "welcome")
+      assert(known.served(0))
+      known
     }
 
-    /** Reads up to the end of the stream or a connection reset. */
-    def refused(): Boolean =
-      try { while (true) read(); false } catch { case _: EOFException | _: SocketException => true }
+    /** An existing link and a new one are served. */
+    def stillServes(before: ChannelClient): Unit = {
+      assert(before.served(1))
+      val after = known()
+      assert(after.served(2))
+      after.close()
+    }
   }
 
-  private def hello(token: String, version: String = "1.0") =
-    Frames.encode("HELLO", token, "worker", "p1", 42L, version)
+  /** Registers the test once for each kind of channel. */
+  private def onEach(name: String, timeoutMs: Long = TimeoutMs)(body: Server => Any): Unit =
+    Seq("unix", "tcp").foreach(kind => test(s"$name ($kind)")(withServer(kind, timeoutMs)(body)))
 
-  private def withChannels(body: (Channels, Echo, String) => Any): Unit = withDeadline(TimeoutMs)(body)
-
-  private def withDeadline(timeoutMs: Long)(body: (Channels, Echo, String) => Any): Unit = {
-    val folder = Files.createTempDirectory("channels")
-    val settings = new Settings(new SparkConf(false)
+  private def withServer(kind: String, timeoutMs: Long = TimeoutMs)(body: Server => Any): Unit = {
+    val folder = Files.createTempDirectory("channels",
+      PosixFilePermissions.asFileAttribute(PosixFilePermissions.fromString("rwx------")))
+    val settings = new Settings(new SparkConf(false).set(Settings.Channel, kind)
       .set(Settings.ChannelTimeout, s"${timeoutMs}ms").set(Settings.MaxFrame, "64k"))
     val echo = new Echo
-    val channels = new Channels(folder, settings, "1.0", "executor 1", () => "welcome", echo)
-    try {
-      val token = Json.parse(Files.readString(channels.place)).get("token").asText
-      body(channels, echo, token)
-    } finally {
-      channels.close()
-      Files.delete(folder) // fails if the folder is not empty
-    }
+    val channels = new Channels(() => folder.toFile, settings, "1.0", "executor 1", () => "welcome", echo)
+    try body(new Server(channels, echo, kind)) finally channels.close()
+    assert(!Files.exists(folder))
     eventually(assert(echo.connections.get == echo.ends.get))
     ()
-  }
-
-  private def known(port: Int, token: String): Client = {
-    val client = new Client(port)
-    client.send(hello(token))
-    assert(client.read().text("body") == "welcome")
-    assert(client.served(0))
-    client
   }
 
   private def eventually(check: => Any): Unit = {
@@ -91,198 +85,231 @@ class ChannelsSuite extends AnyFunSuite {
     attempt()
   }
 
-  /** An existing link and a new one are served. */
-  private def stillServes(channels: Channels, token: String, before: Client): Unit = {
-    assert(before.served(1))
-    val after = known(channels.port, token)
-    assert(after.served(2))
-    after.socket.close()
-  }
-
-  /** The connection is refused long before the authentication deadline. */
-  private def refusedAtOnce(first: Array[Byte]): Unit = withDeadline(60000) { (channels, echo, token) =>
-    val good = known(channels.port, token)
-    val bad = new Client(channels.port)
-    bad.send(first)
-    assert(bad.refused())
-    assert(echo.connections.get == 1)
-    stillServes(channels, token, good)
-  }
-
-  test("only this user can read the place file, which has the port and the token") {
-    withChannels { (channels, _, token) =>
-      assert(PosixFilePermissions.toString(Files.getPosixFilePermissions(channels.place)) == "rw-------")
-      val place = Json.parse(Files.readString(channels.place))
-      assert(place.get("port").asInt == channels.port)
-      assert(place.get("maxFrame").asInt == 65536)
-      assert(place.get("timeout").asDouble == TimeoutMs / 1000.0)
-      assert(token.matches("[0-9a-f]{64}"))
+  /** The connection is refused long before the deadline. */
+  private def refusedAtOnce(name: String)(first: ChannelClient => Array[Byte]): Unit =
+    onEach(name, timeoutMs = 60000) { server =>
+      val good = server.known()
+      val bad = server.client()
+      bad.send(first(bad))
+      assert(bad.refused())
+      assert(server.echo.connections.get == 1)
+      server.stillServes(good)
     }
+
+  onEach("only this user can read the place file, which says where to connect, and has the token") { server =>
+    import server.channels
+    assert(PosixFilePermissions.toString(Files.getPosixFilePermissions(channels.place)) == "rw-------")
+    assert(PosixFilePermissions.toString(Files.getPosixFilePermissions(channels.place.getParent)) == "rwx------")
+    val place = wire.Json.parse(Files.readString(channels.place))
+    assert(place.get("maxFrame").asInt == 65536)
+    assert(place.get("timeout").asDouble == TimeoutMs / 1000.0)
+    assert(server.place.token.matches("[0-9a-f]{64}"))
+    assert(server.place.path.isDefined == (server.kind == "unix"))
+    assert(server.place.port.isDefined == (server.kind == "tcp"))
   }
 
-  test("a wrong token, a prefix of the token and an empty token are refused") {
-    withChannels { (channels, echo, token) =>
-      val good = known(channels.port, token)
-      Seq("", "x", token.drop(1), token + "0", token.toUpperCase + "x").foreach { wrong =>
-        val bad = new Client(channels.port)
-        bad.send(hello(wrong))
-        assert(bad.refused())
-      }
-      assert(echo.connections.get == 1)
-      stillServes(channels, token, good)
+  onEach("the server proves that it knows the token, with another proof for each connection") { server =>
+    val challenges = Seq.fill(3)(server.client()).map { client =>
+      val challenge = client.challenged()
+      assert(challenge.kind == "CHALLENGE" && client.isProved(challenge))
+      challenge.bytes("proof").toSeq
     }
+    assert(challenges.distinct.size == 3)
   }
 
-  test("another version is refused with the reason") {
-    withChannels { (channels, echo, token) =>
-      val other = new Client(channels.port)
-      other.send(hello(token, "0.9"))
-      val answer = other.read()
-      assert(answer.kind == "REFUSED" && answer.text("reason").contains("0.9") && answer.text("reason").contains("1.0"))
-      assert(other.refused() && echo.connections.get == 0)
+  onEach("a proof with another token, for another role or side, or for another connection is refused") { server =>
+    val good = server.known()
+    val old = server.client().challenged()
+    val token = server.place.token
+    val wrong = Seq[(ChannelClient, Frame) => Array[Byte]](
+      _.hello(_, token = "x"), _.hello(_, token = token.drop(1)), _.hello(_, token = token + "0"),
+      _.hello(_, provenRole = "agent"), _.hello(_, side = "server"),
+      (client, _) => client.hello(old),
+      (_, challenge) => Frames.encode("HELLO", challenge.bytes("proof"), "worker", "p1", 42L, "1.0"))
+    wrong.foreach { forge =>
+      val bad = server.client()
+      bad.send(forge(bad, bad.challenged()))
+      assert(bad.refused())
     }
+    assert(server.echo.connections.get == 1)
+    server.stillServes(good)
   }
 
-  test("a silent connection is refused at the deadline, and slowly sent bytes do not extend it") {
-    withChannels { (channels, echo, token) =>
-      val good = known(channels.port, token)
-      val silent = new Client(channels.port)
-      val trickle = new Client(channels.port)
-      val started = System.nanoTime()
-      val message = hello(token)
-      var sent = 0
-      try while (sent < message.length) {
-        trickle.send(message.slice(sent, sent + 1))
-        sent += 1
-        Thread.sleep(20)
-      } catch { case _: IOException => () }
-      assert(sent < message.length && trickle.refused() && silent.refused())
-      val ms = (System.nanoTime() - started) / 1000000L
-      assert(ms >= TimeoutMs - 50 && ms < TimeoutMs + 3000)
-      assert(echo.connections.get == 1)
-      stillServes(channels, token, good)
-      Thread.sleep(TimeoutMs) // an authenticated link has no deadline
-      assert(good.served(3))
+  onEach("another version is refused with the reason") { server =>
+    val other = server.client()
+    other.send(other.hello(other.challenged(), version = "0.9"))
+    val reply = other.read()
+    assert(reply.kind == "REFUSED" && reply.text("reason").contains("0.9") && reply.text("reason").contains("1.0"))
+    assert(other.refused() && server.echo.connections.get == 0)
+  }
+
+  onEach("a silent connection is refused at the deadline, and slowly sent bytes do not extend it") { server =>
+    val good = server.known()
+    val silent = server.client()
+    val trickle = server.client()
+    val started = System.nanoTime()
+    val message = trickle.connect
+    var sent = 0
+    try while (sent < message.length) {
+      trickle.send(message.slice(sent, sent + 1))
+      sent += 1
+      Thread.sleep(20)
+    } catch { case _: IOException => () }
+    assert(sent < message.length && trickle.refused() && silent.refused())
+    val ms = (System.nanoTime() - started) / 1000000L
+    assert(ms >= TimeoutMs - 50 && ms < TimeoutMs + 3000)
+    assert(server.echo.connections.get == 1)
+    server.stillServes(good)
+    Thread.sleep(TimeoutMs) // an authenticated link has no deadline
+    assert(good.served(3))
+  }
+
+  refusedAtOnce("garbage is refused immediately")(_ => "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".getBytes)
+
+  refusedAtOnce("a first frame that is too long is refused immediately")(_ =>
+    ByteBuffer.allocate(4).putInt(Channels.MaxHello + 1).array)
+
+  refusedAtOnce("a first frame of negative length is refused immediately")(_ => ByteBuffer.allocate(4).putInt(-1).array)
+
+  refusedAtOnce("a first frame of another kind is refused immediately")(_ => Frames.encode("BEGIN", 7L))
+
+  refusedAtOnce("a nonce of a wrong length is refused immediately")(_ => Frames.encode("CONNECT", new Array[Byte](31)))
+
+  refusedAtOnce("HELLO before the challenge is refused immediately")(client =>
+    Frames.encode("HELLO", new Array[Byte](32), "worker", "p1", 42L, "1.0") ++ client.connect)
+
+  onEach("a truncated handshake is refused at the end of the stream, or at the deadline") { server =>
+    val good = server.known()
+    (0 until good.connect.length by 7).foreach { end =>
+      val bad = server.client()
+      bad.send(bad.connect.take(end))
+      bad.endOutput()
+      assert(bad.refused())
     }
-  }
-
-  test("garbage is refused immediately") {
-    refusedAtOnce("GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".getBytes)
-  }
-
-  test("a first frame that is too long is refused immediately, whatever its token") {
-    refusedAtOnce(ByteBuffer.allocate(4).putInt(Channels.MaxHello + 1).array)
-    refusedAtOnce(ByteBuffer.allocate(4).putInt(-1).array)
-  }
-
-  test("a first frame of another kind is refused immediately") {
-    refusedAtOnce(Frames.encode("BEGIN", 7L))
-  }
-
-  test("a truncated first frame is refused at the end of the stream, or at the deadline") {
-    withChannels { (channels, echo, token) =>
-      val good = known(channels.port, token)
-      val message = hello(token)
-      (0 until message.length by 7).foreach { end =>
-        val bad = new Client(channels.port)
-        bad.send(message.take(end))
-        bad.socket.shutdownOutput()
-        assert(bad.refused())
-      }
-      val open = new Client(channels.port)
-      open.send(message.dropRight(1))
-      assert(open.refused() && echo.connections.get == 1)
-      stillServes(channels, token, good)
+    (9 to 90 by 9).foreach { missing =>
+      val bad = server.client()
+      bad.send(bad.hello(bad.challenged()).dropRight(missing))
+      bad.endOutput()
+      assert(bad.refused())
     }
+    val open = server.client()
+    open.send(open.hello(open.challenged()).dropRight(1))
+    assert(open.refused() && server.echo.connections.get == 1)
+    server.stillServes(good)
   }
 
-  test("only a link that sends an oversized frame, garbage or an unexpected frame is closed") {
-    withChannels { (channels, echo, token) =>
-      val good = known(channels.port, token)
-      val bad = Seq(ByteBuffer.allocate(4).putInt(65537).array, ByteBuffer.allocate(8).putInt(4).put(77.toByte).array,
-        Frames.encode("GOODBYE", "x"))
-      bad.foreach { data =>
-        val link = known(channels.port, token)
-        assert(link.served(5))
-        link.send(data)
-        assert(link.refused())
-      }
-      eventually(assert(echo.ends.get == bad.size))
-      stillServes(channels, token, good)
+  onEach("only a link that sends an oversized frame, garbage or an unexpected frame is closed") { server =>
+    val good = server.known()
+    val bad = Seq(ByteBuffer.allocate(4).putInt(65537).array, ByteBuffer.allocate(8).putInt(4).put(77.toByte).array,
+      Frames.encode("GOODBYE", "x"))
+    bad.foreach { data =>
+      val link = server.known()
+      assert(link.served(5))
+      link.send(data)
+      assert(link.refused())
     }
+    eventually(assert(server.echo.ends.get == bad.size))
+    server.stillServes(good)
   }
 
-  test("more unauthenticated connections than the limit are refused, and closed ones do not count") {
-    withChannels { (channels, _, token) =>
-      val good = known(channels.port, token)
-      val strangers = Vector.fill(Channels.MaxUnauthenticated + 20)(new Client(channels.port))
-      assert(good.served(1))
-      strangers.foreach(stranger => assert(stranger.refused()))
-      stillServes(channels, token, good)
-    }
+  onEach("if there are too many strangers the oldest is closed, and known processes do not count", timeoutMs = 60000) {
+    server =>
+      val known = Seq.fill(Channels.MaxStrangers + 10)(server.known())
+      val strangers = Vector.fill(Channels.MaxStrangers + 20)(server.client())
+      strangers.take(20).foreach(stranger => assert(stranger.refused()))
+      assert(known.forall(_.served(1)))
+      assert(strangers.last.greet().text("body") == "welcome") // the youngest was not closed
+      known.foreach(_.close())
+      server.stillServes(strangers.last)
   }
 
-  test("500 connections with random bytes do not disturb the port or another link") {
-    withChannels { (channels, echo, token) =>
-      val good = known(channels.port, token)
-      val done = new CountDownLatch(1)
-      val served = new AtomicInteger
-      val talker = new Thread(() =>
-        while (done.getCount > 0 && good.served(served.get.toLong)) { served.incrementAndGet(); () })
-      talker.start()
-      val random = new Random(20260722)
-      val message = hello(token)
-      (1 to 500).foreach { _ =>
-        val data = random.nextInt(6) match {
+  onEach("500 connections with random bytes do not disturb the channel or another link") { server =>
+    val good = server.known()
+    val done = new CountDownLatch(1)
+    val served = new AtomicInteger
+    val talker = new Thread(() =>
+      while (done.getCount > 0 && good.served(served.get.toLong)) { served.incrementAndGet(); () })
+    talker.start()
+    val random = new Random(20260722)
+    (1 to 500).foreach { _ =>
+      val client = server.client()
+      val message = client.connect
+      try {
+        client.send(random.nextInt(6) match {
           case 0 => random.nextBytes(random.nextInt(300))
           case 1 => message.take(random.nextInt(message.length))
           case 2 => message.updated(random.nextInt(message.length), random.nextInt().toByte)
           case 3 => message ++ random.nextBytes(random.nextInt(300))
           case 4 => ByteBuffer.allocate(4).putInt(random.nextInt()).array ++ random.nextBytes(random.nextInt(50))
-          case _ => message ++ Frames.encode("BEGIN", 1L) ++
-            Frames.encode("OPENED", "t", "b", Vector(random.nextBytes(99))).drop(random.nextInt(9))
+          case _ =>
+            val hello = client.hello(client.challenged())
+            hello ++ Frames.encode("BEGIN", 1L) ++
+              Frames.encode("OPENED", "t", "b", Vector(random.nextBytes(99))).drop(random.nextInt(9))
+        })
+        if (random.nextBoolean()) {
+          client.endOutput()
+          client.refused()
         }
-        val client = new Client(channels.port)
-        try {
-          client.send(data)
-          if (random.nextBoolean()) {
-            client.socket.shutdownOutput()
-            client.refused()
-          }
-        } catch { case _: IOException | _: FrameException => () } // refused while sending
-        client.socket.close()
+      } catch { case _: IOException | _: FrameException => () } // refused while sending
+      client.close()
+    }
+    done.countDown()
+    talker.join(10000)
+    assert(!talker.isAlive && served.get > 100)
+    server.stillServes(good)
+    eventually(assert(server.echo.ends.get >= server.echo.connections.get - 1))
+  }
+
+  onEach("an interrupt of a task's thread that sends does not break the link, whose own thread waits") { server =>
+    val client = server.known()
+    val link = server.echo.last
+    val task = new UninterruptibleThread("task") {
+      override def run(): Unit = {
+        Thread.currentThread.interrupt() // as Spark does when it kills the task
+        link.send("CLOSED", "one")
+        link.send("CLOSED", "two")
       }
-      done.countDown()
-      talker.join(10000)
-      assert(!talker.isAlive && served.get > 100)
-      stillServes(channels, token, good)
-      eventually(assert(echo.ends.get >= echo.connections.get - 1))
+    }
+    task.start()
+    task.join(10000)
+    assert(client.read().text("topology") == "one" && client.read().text("topology") == "two")
+    assert(client.served(1))
+  }
+
+  Seq("unix", "tcp").foreach { kind =>
+    test(s"close removes the address and the place file, and ends every link and every thread ($kind)") {
+      var place: ChannelPlace = null
+      var file: Path = null
+      var links = Seq.empty[ChannelClient]
+      withServer(kind) { server =>
+        links = Seq.fill(3)(server.known()) :+ server.client()
+        place = server.place
+        file = server.channels.place
+      }
+      assert(!Files.exists(file))
+      links.foreach(link => assert(link.refused()))
+      intercept[IOException](new ChannelClient(place))
+      def threads = Thread.getAllStackTraces.keySet.asScala.map(_.getName).filter(_.startsWith("stagecrew-"))
+      eventually(assert(threads.isEmpty))
     }
   }
 
-  test("close removes the port and the place file, and ends every link and every thread") {
-    var port = 0
-    var place: Path = null
-    var links = Seq.empty[Client]
-    withChannels { (channels, _, token) =>
-      links = Seq.fill(3)(known(channels.port, token)) :+ new Client(channels.port)
-      port = channels.port
-      place = channels.place
-    }
-    assert(!Files.exists(place))
-    links.foreach(link => assert(link.refused()))
-    intercept[ConnectException](new Client(port))
-    def threads = Thread.getAllStackTraces.keySet.asScala.map(_.getName).filter(_.startsWith("stagecrew-"))
-    eventually(assert(threads.isEmpty))
+  onEach("frames are handled in order") { server =>
+    val link = server.known()
+    link.send(Seq("END", "BEGIN", "END", "BEGIN").map(kind => Frames.encode(kind, 1L)).reduce(_ ++ _))
+    link.read()
+    link.read()
+    assert(server.echo.frames.asScala.toSeq.tail == Seq("END", "BEGIN", "END", "BEGIN"))
   }
 
-  test("frames are handled in order") {
-    withChannels { (channels, echo, token) =>
-      val link = known(channels.port, token)
-      link.send(Seq("END", "BEGIN", "END", "BEGIN").map(kind => Frames.encode(kind, 1L)).reduce(_ ++ _))
-      link.read()
-      link.read()
-      assert(echo.frames.asScala.toSeq.tail == Seq("END", "BEGIN", "END", "BEGIN"))
-    }
+  test("2,000 bad connections produce at most 20 warnings, and a later one says how many were left out") {
+    var now = 1L
+    val lines = scala.collection.mutable.Buffer.empty[String]
+    val warnings = new LimitedWarnings(() => now, lines += _)
+    (1 to 2000).foreach(i => warnings.warn(s"bad connection $i"))
+    now += 61000000000L
+    warnings.warn("a later one")
+    assert(lines.size == 12 && lines.take(10) == (1 to 10).map(i => s"bad connection $i"))
+    assert(lines(10).contains("1990 more warnings") && lines(11) == "a later one")
   }
 }

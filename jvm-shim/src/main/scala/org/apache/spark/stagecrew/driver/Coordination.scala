@@ -1,6 +1,7 @@
 package org.apache.spark.stagecrew
 package driver
 
+import java.io.File
 import java.nio.file.Path
 import java.util.concurrent.ConcurrentHashMap
 import spark._, wire._
@@ -12,19 +13,17 @@ import spark._, wire._
  *
  * RPC threads never wait for Python (see `NonBlockingWriter`).
  */
-final class Coordination(settings: Settings, folder: () => java.io.File) extends LinkHandler {
+final class Coordination(settings: Settings, folder: () => File) extends LinkHandler {
   private val peers = new ConcurrentHashMap[String, Peer]()
   @volatile private var channels: Channels = _
   /** The writer of each connection from Python. There is only one connection, except while Python reconnects. */
   private val writers = new ConcurrentHashMap[Link, NonBlockingWriter]()
   @volatile private var pythonWriter: NonBlockingWriter = _ // the writer of the last connection
-  private var createdFolder: java.io.File = _
 
   /** The place file of the channel to the driver's Python. The first call creates the channel. */
   def place: Path = synchronized {
     if (channels == null) {
-      createdFolder = folder()
-      channels = new Channels(createdFolder.toPath, settings, Shim.version, "the driver", () => "{}", this)
+      channels = new Channels(folder, settings, Shim.version, "the driver", () => "{}", this)
     }
     channels.place
   }
@@ -69,10 +68,7 @@ final class Coordination(settings: Settings, folder: () => java.io.File) extends
   def close(): Unit = synchronized {
     Log.contained("stopping the endpoint of the coordination")(Rpc.stopEndpoint(endpoint))
     writers.values.forEach(_.close())
-    if (channels != null) {
-      channels.close()
-      SparkInternals.delete(createdFolder)
-    }
+    if (channels != null) channels.close()
   }
 }
 

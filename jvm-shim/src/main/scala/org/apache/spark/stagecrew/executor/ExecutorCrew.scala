@@ -59,7 +59,7 @@ final class ExecutorCrew(
   @volatile private[stagecrew] var evaluations = Option.empty[Evaluations]
 
   private val lock = new Object
-  private var server = Option.empty[(Channels, File)]
+  private var server = Option.empty[Channels]
   @volatile private var driverLost = false
 
   ledger.samples = Some(samples)
@@ -77,18 +77,15 @@ final class ExecutorCrew(
 
   /** The place file of the channel. The first call creates the channel. */
   private[stagecrew] def place: Path = lock.synchronized {
-    if (server.isEmpty) {
-      val folder = try SparkInternals.temporaryFolder(conf) catch {
-        case Failure(error) => throw new java.io.IOException(
-          s"executor $executor (host $host) cannot create a folder for the channel to its Python processes; check " +
-            s"its local directories (spark.local.dir): ${TaskRejection.text(error)}", error)
-      }
-      val channels =
-        try new Channels(folder.toPath, settings, Shim.version, s"executor $executor", () => welcome, links)
-        catch { case e: Throwable => Log.contained(s"deleting $folder")(SparkInternals.delete(folder)); throw e }
-      server = Some(channels -> folder)
-    }
-    server.get._1.place
+    if (server.isEmpty) server = Some(
+      new Channels(() => newFolder(), settings, Shim.version, s"executor $executor", () => welcome, links))
+    server.get.place
+  }
+
+  private def newFolder(): File = try SparkInternals.temporaryFolder(conf) catch {
+    case Failure(error) => throw new java.io.IOException(
+      s"executor $executor (host $host) cannot create a folder for the channel to its Python processes; check " +
+        s"its local directories (spark.local.dir): ${TaskRejection.text(error)}", error)
   }
 
   /** The sampling interval of Python processes in seconds, and the path of the place file. Empty if sampling is off. */
@@ -158,10 +155,7 @@ final class ExecutorCrew(
     loop.shutdownNow()
     watchdog.shutdownNow()
     pool.shutdown()
-    lock.synchronized(server).foreach { case (channels, folder) =>
-      channels.close()
-      Log.contained(s"deleting $folder")(SparkInternals.delete(folder))
-    }
+    lock.synchronized(server).foreach(_.close())
     Log.contained("stopping the endpoint")(Rpc.stopEndpoint(self))
   }
 

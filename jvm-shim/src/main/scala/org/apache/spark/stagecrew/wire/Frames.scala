@@ -1,7 +1,6 @@
 package org.apache.spark.stagecrew
 package wire
 
-import java.io.{DataInputStream, EOFException}
 import java.nio.{BufferUnderflowException, ByteBuffer}
 import java.nio.charset.{CharacterCodingException, StandardCharsets}
 
@@ -25,7 +24,7 @@ object Frames {
   private final case class Kind(name: String, number: Int, fields: (String, Char)*)
 
   private val kinds = Vector(
-    Kind("HELLO", 1, "token" -> 's', "role" -> 's', "process" -> 's', "pid" -> 'q', "version" -> 's'),
+    Kind("HELLO", 1, "proof" -> 'b', "role" -> 's', "process" -> 's', "pid" -> 'q', "version" -> 's'),
     Kind("WELCOME", 2, "body" -> 's'),
     Kind("DESCRIBE", 3, "topology" -> 's'),
     Kind("DESCRIPTION", 4, "topology" -> 's', "body" -> 's', "blobs" -> 'l'),
@@ -42,6 +41,8 @@ object Frames {
     Kind("REFUSED", 14, "reason" -> 's'),
     Kind("SAMPLES", 16, "body" -> 's'),
     Kind("TOPOLOGY", 17, "topology" -> 's', "body" -> 's', "blobs" -> 'l', "opened" -> 's', "values" -> 'l'),
+    Kind("CONNECT", 18, "nonce" -> 'b'),
+    Kind("CHALLENGE", 19, "nonce" -> 'b', "proof" -> 'b'),
     Kind("ASK_DESCRIPTION", 32, "executor" -> 's', "host" -> 's', "topology" -> 's'),
     Kind("ASK_EXECUTION", 33, "executor" -> 's', "key" -> 's'),
     Kind("EXECUTION", 34, "topology" -> 's'),
@@ -149,26 +150,6 @@ object Frames {
     if (buffer.remaining < 4 || buffer.getInt() != buffer.remaining)
       throw new FrameException("a message has a wrong length")
     decode(buffer)
-  }
-
-  /** Reads the next frame of a stream. Throws `EOFException` at the end of the stream, even within a frame. */
-  def read(in: DataInputStream, limit: Int): Frame = decode(ByteBuffer.wrap(readBytes(in, limit)))
-
-  /** Reads the bytes of the next frame. */
-  def readBytes(in: DataInputStream, limit: Int): Array[Byte] = {
-    val length = in.readInt()
-    if (length < 0 || length > limit) throw new FrameException(
-      s"a frame of ${Integer.toUnsignedString(length)} bytes is larger than the $limit bytes allowed")
-    // The array grows with the received data, so an announced length alone allocates no memory.
-    var bytes = new Array[Byte](math.min(length, 1 << 16))
-    var at = 0
-    while (at < length) {
-      if (at == bytes.length) bytes = java.util.Arrays.copyOf(bytes, math.min(length.toLong, 8L * at).toInt)
-      val n = in.read(bytes, at, bytes.length - at)
-      if (n < 0) throw new EOFException("the stream ended inside a frame")
-      at += n
-    }
-    bytes
   }
 
   /** Adds the length prefix to an encoded frame. */

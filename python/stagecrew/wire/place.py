@@ -1,0 +1,100 @@
+"""The place file of a channel: where its server listens, and the token that both sides know.
+
+Only the application's user can read the file, and only this user can change the folder that contains it. A client
+checks both, and that no other user's process serves the socket, before it sends anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import stat
+import struct
+from typing import Final
+
+from stagecrew.errors import ChannelError
+
+__all__ = ["Place"]
+
+_ROOT: Final = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The content of a place file. `path` or `port` is where the server listens; the other one is None."""
+
+    file: str
+    #: The user of the server's process.
+    owner: int
+    path: str | None
+    port: int | None
+    token: str = dataclasses.field(repr=False)
+    #: The largest frame, in bytes.
+    max_frame: int
+    #: How long each step may take, in seconds.
+    timeout: float
+
+    @classmethod
+    def read(cls, file: str) -> Place:
+        """Reads a place file. Raises `OSError` if it cannot be read, and `ChannelError` if it cannot be trusted."""
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, encoding="utf-8") as opened:
+            owner = _owner(file, os.fstat(descriptor))
+            folder = os.path.dirname(file)
+            if _owner(folder, os.lstat(folder)) != owner:
+                raise ChannelError(f"cannot trust {file}: its folder belongs to another user")
+            try:
+                where = json.load(opened)
+                path, port = where.get("path"), where.get("port")
+                return cls(
+                    file,
+                    owner,
+                    path,
+                    None if port is None else int(port),
+                    where["token"],
+                    int(where["maxFrame"]),
+                    float(where["timeout"]),
+                )
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ChannelError(f"{file} is not the place file of a channel: {error!r}") from error
+
+    def new_socket(self) -> socket.socket:
+        """Returns a socket that is not connected yet."""
+        connection = socket.socket(socket.AF_INET if self.path is None else socket.AF_UNIX, socket.SOCK_STREAM)
+        if self.path is None:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    @property
+    def address(self) -> str | tuple[str, int]:
+        """Where the socket connects."""
+        if self.path is not None:
+            return self.path
+        assert self.port is not None
+        return ("127.0.0.1", self.port)
+
+    def check_peer(self, connection: socket.socket) -> None:
+        """Raises `ChannelError` if a process of another user serves the socket.
+
+        The user of a TCP server is unknown, and so is every user where the operating system has no SO_PEERCRED. There,
+        only the handshake proves who the server is.
+        """
+        if self.path is not None and hasattr(socket, "SO_PEERCRED"):
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            user = struct.unpack("3i", credentials)[1]
+            if user not in (self.owner, _ROOT):
+                raise ChannelError(f"a process of user {user} serves {self.path}, not one of user {self.owner}")
+
+
+def _owner(path: str, status: os.stat_result) -> int:
+    """The owner of a file or folder. Raises `ChannelError` if others can use it, or if it is not ours.
+
+    Root can read and change everything, so it may use the files of any user.
+    """
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise ChannelError(f"cannot trust {path}: other users have access to it (mode {stat.filemode(status.st_mode)})")
+    if os.geteuid() not in (status.st_uid, _ROOT):
+        raise ChannelError(f"cannot trust {path}: it belongs to user {status.st_uid}, not to user {os.geteuid()}")
+    return status.st_uid

@@ -1,0 +1,107 @@
+"""Another user of the host can read nothing of an application, and can neither slow it down nor make it fail.
+
+The attacker opens 2,000 connections to every port of the application's processes, from the first port on: silent ones,
+half frames, garbage, and connections that are closed at once.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from support.driver_scripts import driver_script
+from support.journal import Journal
+from support.sessions import PLAIN_JVM_OPTIONS
+from support.strangers import Strangers
+from support.waiting import eventually
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user; CI runs as root"),
+]
+
+CONNECTIONS = 2000
+
+SCRIPT = """
+from stagecrew import Coordinator
+import pyarrow as pa
+class Sums(Coordinator):
+    def handle_request(self, evaluation, request):
+        return request
+def work(gateway, batches):
+    rows = sum(batch.num_rows for batch in batches)
+    yield pa.record_batch({"n": [sum(gateway.request(1) for _ in range(rows))]})
+builder = session_builder("local-cluster[2,1,1024]").config("spark.task.maxFailures", "1")
+for key, value in SETTINGS.items():
+    builder = builder.config(key, value)
+spark = stagecrew.configure(builder, listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
+def place(rows):
+    from pyspark import TaskContext
+    path = TaskContext.get().getLocalProperty("spark.stagecrew.place")
+    journal.write(event="place", path=path, where=json.load(open(path)), logs=os.getcwd())
+    yield 1
+runs = 0
+while runs < 2 or not os.path.exists("attacked"):
+    runs += 1
+    with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")]) as topology:
+        spark.sparkContext.parallelize(range(2), 2).mapPartitions(place).count()
+        operator = topology.coordinate("sums", Sums)
+        rows = operator.map(spark.range(0, 4000, 1, 4), work, "n long").groupBy().sum().first()[0]
+        mapped = spark.sparkContext.parallelize(range(8), 8).map(lambda x: x + 1).sum()
+    report = topology.report
+    journal.write(event="ran", rows=rows, mapped=mapped, failures=report.failures, opens=report.opens, closes=report.closes)
+spark.stop()
+"""
+
+
+@pytest.mark.parametrize(
+    ("channel", "reuse"), [("auto", "true"), ("tcp", "true"), pytest.param("tcp", "false", marks=pytest.mark.long)]
+)
+def test_a_job_is_not_disturbed_by_another_user(tmp_path: Path, journal: Journal, channel: str, reuse: str) -> None:
+    """With 2,000 hostile connections each task runs once, all listeners close, and few warnings are logged.
+
+    The attacker opens no file and no Unix socket, and gets no reply from a channel. Its attacks begin while the
+    executors are starting. The first task that failed would fail the job.
+    """
+    settings = {
+        "spark.stagecrew.channel": channel, "spark.python.worker.reuse": reuse, "spark.log.level": "WARN",
+        "spark.executor.extraJavaOptions": PLAIN_JVM_OPTIONS,
+    }  # fmt: skip
+    script = f"SETTINGS = {settings!r}\n{SCRIPT}"
+    attacked: set[str] = set()
+    with (
+        driver_script(tmp_path, journal, "", script) as driver,
+        Strangers(driver.pid, CONNECTIONS, 150) as strangers,
+    ):
+
+        def has_ended() -> bool:
+            for entry in journal.read(event="place"):
+                for path in {entry["path"], os.path.dirname(entry["path"])} - attacked:
+                    attacked.add(path)
+                    strangers.attack_file(path)
+            if strangers.attacked.is_set():
+                (tmp_path / "attacked").touch()
+            return driver.poll() is not None
+
+        eventually(has_ended, 150, "the driver ends")
+        assert driver.returncode == 0
+    assert len(attacked) == 4  # place file and folder of two executors
+    for run in (runs := journal.read(event="ran")):
+        assert (run["rows"], run["mapped"], run["failures"]) == (4000, 36, 0)
+        assert run["opens"] == run["closes"] > 0
+    assert len(runs) >= 2
+    outcome, places = strangers.outcome, journal.read(event="place")
+    assert outcome["opened"] == []
+    assert outcome["counts"]["EACCES"] >= len(strangers.targets_of("file", "socket") | attacked)
+    for place in places:
+        if channel == "tcp":
+            assert f"port {place['where']['port']}" in strangers.targets_of("port")
+            assert outcome["received"].get(place["where"]["port"], 0) == 0
+        else:
+            assert f"socket {place['where']['path']}" in strangers.targets_of("socket")
+    logs = {Path(place["logs"], "stderr") for place in places} | {tmp_path / "driver.log"}
+    assert len(logs) == 3
+    assert sum(log.read_text(errors="replace").count("a connection to the channel of") for log in logs) <= 20
+    assert outcome["sent"] == CONNECTIONS

@@ -1,0 +1,194 @@
+"""Another user of the host, who attacks the ports, sockets and files of a Spark application.
+
+The attacks go only to addresses of the application's own process tree, on this host. They are bounded in number and in
+time, and end with the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from typing import Any, Final
+
+import psutil
+
+from support.processes import terminate
+
+__all__ = ["NOBODY", "Strangers", "as_nobody", "files_of"]
+
+#: The user id of `nobody`.
+NOBODY: Final = 65534
+
+#: The first lines of a script. Afterwards the process belongs to nobody. It may import no more modules, because nobody
+#: may not be able to read the interpreter's folder.
+BECOME_NOBODY: Final = f"""
+import encodings.idna, errno, json, os, random, select, selectors, socket, sys, time
+os.setgroups([])
+os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
+os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
+"""
+
+#: Reads targets from the standard input, a line each, and attacks them: `port NUMBER`, `socket PATH` or `file PATH`.
+ATTACK: Final = """
+limit, seconds = int(sys.argv[1]), float(sys.argv[2])
+random.seed(20261125)
+ports, counts, received, opened = [], {}, {}, []
+deadline = time.monotonic() + seconds
+held = []  # connections that stay open, with the time when they are closed
+lines = b""
+os.set_blocking(0, False)
+
+def handle(line):
+    kind, target = line.split(" ", 1)
+    if kind == "port":
+        ports.append(int(target))
+        return
+    try:
+        if kind == "file":
+            opened.append(target if os.path.isdir(target) and os.listdir(target) is not None else open(target, "rb").name)
+        else:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(target)
+                opened.append(target)
+    except OSError as error:
+        name = errno.errorcode[error.errno]
+        counts[name] = counts.get(name, 0) + 1
+
+ended = False
+sent = 0
+while time.monotonic() < deadline and not ended:
+    try:
+        chunk = os.read(0, 65536)
+        ended = ended or not chunk
+        lines += chunk
+    except BlockingIOError:
+        pass
+    *whole, lines = lines.split(b"\\n")
+    for line in whole:
+        if line == b"stop":
+            deadline = 0
+        else:
+            handle(line.decode())
+    now = time.monotonic()
+    while held and (held[0][0] < now or len(held) > 300):
+        _, port, connection = held.pop(0)
+        try:
+            received[port] = max(received.get(port, 0), len(connection.recv(1 << 16)))
+        except OSError:
+            pass
+        connection.close()
+    if not ports or sent >= limit:
+        if sent == limit:
+            print("attacked", flush=True)
+            sent += 1
+        time.sleep(0.01)
+        continue
+    port = random.choice(ports)
+    connection = socket.socket()
+    connection.setblocking(False)
+    sent += 1
+    try:
+        connection.connect_ex(("127.0.0.1", port))
+        select.select([], [connection], [], 0.05)
+        attack = random.choice(["silence", "half", "garbage", "gone"])
+        counts[attack] = counts.get(attack, 0) + 1
+        if attack == "half":
+            connection.send((37).to_bytes(4, "big") + b"\\x12")
+        elif attack == "garbage":
+            connection.send(random.randbytes(random.randrange(1, 500)))
+        if attack == "gone":
+            connection.close()
+        else:
+            held.append((now + 1.0, port, connection))
+    except OSError:
+        connection.close()
+for _, _, connection in held:
+    connection.close()
+print(json.dumps({"sent": min(sent, limit), "counts": counts, "received": received, "opened": opened, "ports": len(ports)}))
+"""
+
+
+def as_nobody(script: str, *arguments: str) -> list[str]:
+    """The command line of a Python process that belongs to nobody."""
+    return [sys.executable, "-c", BECOME_NOBODY + script, *arguments]
+
+
+def files_of(process: psutil.Process) -> list[str]:
+    """The files of a process that show its secrets, and that other users must not read."""
+    return [f"/proc/{process.pid}/{name}" for name in ("environ", "mem", "maps", "fd")]
+
+
+class Strangers:
+    """Attacks a process tree while it runs, also processes that start later. Use it as a context manager."""
+
+    def __init__(self, pid: int, connections: int, seconds: float) -> None:
+        self._pid = pid
+        self._process: subprocess.Popen[str] = subprocess.Popen(
+            as_nobody(ATTACK, str(connections), str(seconds)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._stops = threading.Event()
+        self._known: set[str] = set()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        #: Set when all connections have been opened.
+        self.attacked = threading.Event()
+        #: What the attacker did and saw. Set at the end.
+        self.outcome: dict[str, Any] = {}
+
+    def __enter__(self) -> Strangers:
+        self._watcher.start()
+        self._reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stops.set()
+        self._watcher.join()
+        with contextlib.suppress(BrokenPipeError):
+            self._send("stop")
+            self._process.stdin.close()
+        self._reader.join(30)
+        terminate(self._process)
+        self._process.stdout.close()
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            if line == "attacked\n":
+                self.attacked.set()
+            else:
+                self.outcome = json.loads(line)
+
+    def attack_file(self, path: str) -> None:
+        """The attacker tries to open this file or folder."""
+        self._send(f"file {path}")
+
+    def _watch(self) -> None:
+        while not self._stops.wait(0.05):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                tree = psutil.Process(self._pid)
+                for process in [tree, *tree.children(recursive=True)]:
+                    with contextlib.suppress(psutil.Error, BrokenPipeError):
+                        self._targets(process)
+
+    def _targets(self, process: psutil.Process) -> None:
+        targets = {f"file {path}" for path in files_of(process)} if process.name() == "java" else set()
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                targets.add(f"port {connection.laddr.port}")
+        for connection in process.net_connections("unix"):
+            if connection.laddr:
+                targets.add(f"socket {connection.laddr}")
+        for target in sorted(targets - self._known):
+            self._known.add(target)
+            self._send(target)
+
+    def targets_of(self, *kinds: str) -> set[str]:
+        """The targets of these kinds, "file", "socket" or "port", that were found so far."""
+        return {target for target in self._known if target.split(" ")[0] in kinds}
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
