@@ -8,6 +8,7 @@ thread, the channel's own thread reads.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import select
@@ -20,6 +21,7 @@ from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.pool import COORDINATORS, Pool
 from stagecrew.errors import ChannelClosed, ChannelError
+from stagecrew.wire import hops
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import encode, encoded
 from stagecrew.wire.serialization import TOGETHER
@@ -131,6 +133,8 @@ class DriverChannel:
                     self._reported_read = read
                     frames.append(encode("READ", messages=read))
                 if frames:
+                    if hops.passed is not None:
+                        hops.all_passed("host-sends", list(itertools.chain(*waiting.values())))
                     self._channel.write(*frames)
             except ChannelClosed:
                 # The connection may have broken within a frame, so send nothing more. The reader also sees the error.
@@ -255,6 +259,7 @@ class DriverChannel:
     def close(self) -> None:
         """Ends the reader and the connection. Idempotent."""
         self.flush()
+        hops.flush()
         self._ended.set()
         self._pool.remove_reader(self)
         self._attention.set()

@@ -11,6 +11,7 @@ from stagecrew.coordination.live import LiveEvaluation
 from stagecrew.coordination.statistics import Statistics
 from stagecrew.coordination.transport import Transport
 from stagecrew.observability.logs import set_current_evaluation
+from stagecrew.wire import hops
 from stagecrew.wire.frames import encode
 from stagecrew.wire.serialization import WINDOW, WINDOW_BYTES, failure, pack, unpack
 
@@ -106,6 +107,8 @@ class Delivery:
         if instance.context.state == "closed" or instance.coordinator is None:
             return
         set_current_evaluation(live.evaluation)
+        if hops.passed is not None:
+            hops.passed("coordinator-called", live.evaluation.id, sequence)
         try:
             reply = instance.coordinator.handle_request(live.evaluation, unpack(payload))
             if isinstance(reply, Future):
@@ -115,6 +118,8 @@ class Delivery:
             else:
                 self._reply(live, sequence, "ok", pack(reply, self._limit))
                 counts.replies.add(self._clock() - received_at)
+            if hops.passed is not None:
+                hops.passed("coordinator-replied", live.evaluation.id, sequence)
         except Exception as error:
             self._reply_failure(live, sequence, error, counts, received_at)
         self._count_handled(live, len(payload))

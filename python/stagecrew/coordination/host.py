@@ -13,6 +13,7 @@ from stagecrew.coordination.delivery import Delivery
 from stagecrew.coordination.liveness import Liveness
 from stagecrew.coordination.statistics_reporter import StatisticsReporter
 from stagecrew.errors import ChannelClosed, ChannelError, CheckpointFailed
+from stagecrew.wire import hops
 from stagecrew.wire.frames import Frame, decode_all
 
 if TYPE_CHECKING:
@@ -181,6 +182,8 @@ class Host:
         if frame.kind == "EVENTS":
             self._delivery.events(instance, live, frame["first"], frame["payloads"], binding.statistics)
         elif frame.kind == "REQUEST":
+            if hops.passed is not None:
+                hops.passed("host-receives", id_, frame["sequence"])
             self._delivery.request(instance, live, frame["sequence"], frame["payload"], binding.statistics)
         elif frame.kind == "FINISH":
             if self._delivery.finish(live, frame["sequence"]):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from stagecrew.errors import CoordinationTimeout, EvaluationEnded, RequestFailed
+from stagecrew.wire import hops
 from stagecrew.wire.frames import encode
 from stagecrew.wire.serialization import END, WINDOW, WINDOW_BYTES, pack, raised, unpack
 from stagecrew.worker.connection import Connection
@@ -171,10 +172,14 @@ class TaskGateway:
                 if (handled := self._check_room(len(payload))) is None:
                     sequence = self._add(payload)
                     self._awaited.add(sequence)
+                    if hops.passed is not None:
+                        hops.passed("task-sends", self.id, sequence)
                     self._flush(encode("REQUEST", evaluation=self.id, sequence=sequence, payload=payload))
                     break
             self._await_room(handled, seconds, deadline)
         outcome, reply = self._await_reply(sequence, deadline, f"did not reply within {seconds:g} s", self._check)
+        if hops.passed is not None:
+            hops.passed("task-receives", self.id, sequence)
         if outcome == "ok":
             return unpack(reply)
         error, text = raised(reply)
@@ -232,6 +237,7 @@ class TaskGateway:
                 if outcome == "finished":
                     raise
         self._has_unsent.set()  # so that the flusher thread ends
+        hops.flush()
         try:
             if outcome == "finished":
                 seconds = self._bound.request_timeout

@@ -32,9 +32,11 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
 
   private val endpoint = Rpc.endpoint(Coordination.EndpointName, new Handler {
     override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = {
+      Hops.allPassed("driver-receives", Frames.decodeMessage(message).bytes("frames"))
       // Only the executor's id is read. The whole message is forwarded.
       from.foreach(peers.put(Frames.decodeMessage(message).text("executor"), _))
       if (pythonWriter != null) pythonWriter.put(message)
+      Hops.allPassed("driver-written", Frames.decodeMessage(message).bytes("frames"))
     }
   })
 
@@ -55,7 +57,10 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
   override def received(link: Link, frame: Frame): Unit = frame.kind match {
     case "READ" => Option(writers.get(link)).foreach(_.wasRead(frame.long("messages")))
     // An executor without a peer is lost.
-    case "TO" => Option(peers.get(frame.text("executor"))).foreach(_.send(frame.bytes("frames")))
+    case "TO" =>
+      Hops.allPassed("driver-reads", frame.bytes("frames"))
+      Option(peers.get(frame.text("executor"))).foreach(_.send(frame.bytes("frames")))
+      Hops.allPassed("driver-sent", frame.bytes("frames"))
     case other => throw new FrameException(s"the driver's Python does not send $other")
   }
 

@@ -23,6 +23,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
     val batch = new Batch(toDriver)
     try while (true) {
       val frame = link.readBytes(limit)
+      Hops.passed("executor-reads", frame)
       onWorkerFrame(link, frame, batch)
       if (batch.size >= BatchBytes || !link.hasMore) batch.flush()
     } finally batch.flush()
@@ -62,6 +63,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
 
   /** Handles a message from the driver: a sequence of frames. */
   def onDriverMessage(frames: ByteBuffer): Unit = {
+    Hops.allPassed("executor-receives", frames.array)
     val replies = new Batch(toDriver)
     while (frames.hasRemaining) {
       val frame = new Array[Byte](frames.getInt())
@@ -88,6 +90,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       // This must precede the write, because the worker may send FINISH as soon as it has a reply.
       if (isLast) synchronized(byId -= evaluation.id)
       evaluation.link.write(Frames.withLength(frame))
+      Hops.passed("executor-written", frame)
     case other => throw new FrameException(s"the driver does not send $other to an evaluation")
   }
 
@@ -186,6 +189,7 @@ object Evaluations {
       frames.clear()
       bytes = 0
       send(out.array)
+      Hops.allPassed("executor-sent", out.array)
     }
   }
 }

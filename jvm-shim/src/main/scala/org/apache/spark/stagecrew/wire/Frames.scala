@@ -127,7 +127,10 @@ object Frames {
   }
 
   /** The name of the kind of an encoded frame. */
-  def nameOf(frame: Array[Byte]): String = kindOf(ByteBuffer.wrap(frame)).name
+  def nameOf(frame: Array[Byte]): String = nameOf(ByteBuffer.wrap(frame))
+
+  /** The same for a buffer, whose position stays. */
+  def nameOf(frame: ByteBuffer): String = kindOf(frame.duplicate()).name
 
   private def kindOf(frame: ByteBuffer): Kind = {
     if (!frame.hasRemaining) throw new FrameException("an empty frame")
