@@ -46,7 +46,7 @@ class FakeServer:
             where = {"port": self.listening.getsockname()[1]}
         self.place = write_place(self.folder, **{**where, **changes})
         self.accepted: list[socket.socket] = []
-        self._decoder = Decoder(1 << 20)
+        self._decoder = Decoder(32 << 20)
 
     def __enter__(self) -> FakeServer:
         return self
@@ -58,7 +58,7 @@ class FakeServer:
     def accept(self) -> None:
         """Accepts the next connection. Later calls serve this one."""
         self.accepted.append(self.listening.accept()[0])
-        self._decoder = Decoder(1 << 20)
+        self._decoder = Decoder(32 << 20)
 
     def frames(self, seconds: float = 0.2) -> list[Frame]:
         """The frames that have arrived on the last connection, until none arrives within this time."""

@@ -12,6 +12,7 @@ from stagecrew.conf import KEYS, PLUGIN, closest, parse_bytes, parse_seconds, ta
 from stagecrew.errors import ConfigurationError
 
 PARSERS = {"duration": parse_seconds, "bytes": parse_bytes, "count": int}
+PARSERS["boolean"] = {"true": True, "false": False}.__getitem__
 PARSERS |= dict.fromkeys(("names", "class", "classes", "choice"), str)
 
 

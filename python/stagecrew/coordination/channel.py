@@ -1,12 +1,13 @@
-"""The socket between the driver's JVM and its Python, through which coordinators reach executors.
+"""The sockets through which coordinators reach executors: one to the driver's JVM, and direct ones on this host.
 
-An idle thread of the coordinators' pool reads the socket until there is work, so that the thread that reads a request
+An idle thread of the coordinators' pool reads the sockets until there is work, so that the thread that reads a request
 also handles it: a switch to another thread costs more in Python than all other steps. While the pool has no idle
 thread, the channel's own thread reads.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import logging
@@ -14,12 +15,16 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Final
 
+from stagecrew.bounded import Bounded
+from stagecrew.coordination.direct import DirectConnection
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.host import Host
-from stagecrew.coordination.pool import COORDINATORS, Pool
+from stagecrew.coordination.pool import ASYNC_CALLS, COORDINATORS, TIMERS, Pool
+from stagecrew.coordination.route import DirectRoute, Route
 from stagecrew.errors import ChannelClosed, ChannelError
 from stagecrew.wire import hops
 from stagecrew.wire.channel import Channel
@@ -40,6 +45,10 @@ _BUSY_WAIT: Final = 0.005
 _IDLE_WAIT: Final = 0.1
 #: The driver's JVM is notified at the latest after this many messages that they were read.
 _READ_BATCH: Final = 16
+#: The pause before the driver connects again to an executor that has closed a direct connection, in seconds.
+_RECONNECT_PAUSE: Final = 1.0
+#: How many lost executors are remembered.
+_MAX_LOST: Final = 4096
 #: The time between two reports of statistics, in seconds.
 _STATISTICS_PERIOD: Final = 1.0
 
@@ -65,7 +74,12 @@ class DriverChannel:
         self._report = report
         self._channel = Channel.connect(place, role="driver")
         self._lock = threading.Lock()
-        self._waiting: dict[str, list[bytes]] = {}
+        self._waiting: dict[Route, list[bytes]] = {}
+        #: The direct connections, by their descriptors; and those that connected, until the reading thread adds them.
+        self._directs: dict[int, DirectConnection] = {}
+        self._connected: collections.deque[DirectConnection] = collections.deque()
+        #: Why an executor was lost. It never comes back.
+        self._lost: Bounded[str, str] = Bounded(_MAX_LOST)
         self._dirty: dict[Gateway, None] = {}
         self._count = 0
         self._sending = threading.Lock()
@@ -95,13 +109,13 @@ class DriverChannel:
 
     # -- Sending, for coordinators and the host
 
-    def send(self, executor: str, frame: bytes) -> None:
-        """Enqueues a frame for an executor, after all events that gateways had to send before."""
+    def send(self, route: Route, frame: bytes) -> None:
+        """Enqueues a frame for an evaluation, after all events that gateways had to send before."""
         if self._ended.is_set():
             return  # the connection has ended
         with self._lock:
             self._gather()
-            self._waiting.setdefault(executor, []).append(frame)
+            self._waiting.setdefault(route, []).append(frame)
             self._count += 1
 
     def dirty(self, gateway: Gateway) -> None:
@@ -123,18 +137,19 @@ class DriverChannel:
                     self._gather()
                     waiting, self._waiting, self._count = self._waiting, {}, 0
                     self._sent = time.monotonic()
-                frames = [
-                    piece
-                    for to, some in waiting.items()
-                    for part in _parts(some)
-                    for piece in encoded("TO", executor=to, frames=part)
-                ]
+                if hops.passed is not None:
+                    hops.all_passed("host-sends", list(itertools.chain(*waiting.values())))
+                frames = []
+                for route, some in waiting.items():
+                    if isinstance(route, str):
+                        for part in _parts(some):
+                            frames += encoded("TO", executor=route, frames=part)
+                    else:
+                        self._write_direct(route, some)
                 if (read := self._read) != self._reported_read:
                     self._reported_read = read
                     frames.append(encode("READ", messages=read))
                 if frames:
-                    if hops.passed is not None:
-                        hops.all_passed("host-sends", list(itertools.chain(*waiting.values())))
                     self._channel.write(*frames)
             except ChannelClosed:
                 # The connection may have broken within a frame, so send nothing more. The reader also sees the error.
@@ -142,6 +157,18 @@ class DriverChannel:
                 return
             finally:
                 self._sending.release()
+
+    def _write_direct(self, direct: DirectRoute, frames: Iterable[bytes] = ()) -> None:
+        """Writes to a direct connection. The caller holds `_sending`."""
+        had_unsent = direct.has_unsent
+        try:
+            direct.write(*frames)
+        except ChannelClosed:
+            direct.shutdown()  # the reading thread sees the end
+            return
+        if direct.has_unsent != had_unsent and direct.fileno() in self._directs:
+            self._poller.modify(direct.fileno(), select.POLLIN | (select.POLLOUT if direct.has_unsent else 0))
+            self.wake()
 
     @property
     def _has_to_send(self) -> bool:
@@ -151,7 +178,7 @@ class DriverChannel:
     def _gather(self) -> None:
         for gateway in self._dirty:
             while (frame := gateway.take()) is not None:
-                self._waiting.setdefault(gateway.evaluation.executor, []).append(frame)
+                self._waiting.setdefault(gateway.route, []).append(frame)
         self._dirty.clear()
 
     def _report_statistics(self) -> None:
@@ -198,7 +225,11 @@ class DriverChannel:
         if self._wake_out in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_out, 1024)
-        if self._channel.fileno() in ready:
+        while self._connected:
+            self._add_direct(self._connected.popleft())
+        for fd in ready & self._directs.keys():
+            self._turn_direct(self._directs[fd])
+        if self._channel.fileno() in ready or self._channel.has_arrived:
             try:
                 for frame in self._channel.receive():
                     self._handle(frame)
@@ -206,12 +237,56 @@ class DriverChannel:
                 if not self._ended.is_set():
                     self._ended.set()
                     self._channel.shutdown()
+                    for direct in self._directs.values():
+                        direct.shutdown()
                     self.host.broken(f"the connection from coordinators to executors broke: {error}")
                 return
         elif not ready:
             # Check deadlines after reading, because an acknowledgement may have arrived while no thread was reading.
             self.host.expire()
         self.flush()
+
+    def _turn_direct(self, direct: DirectConnection) -> None:
+        """Handles what has arrived on a direct connection, and writes what could not be written before."""
+        try:
+            for frame in direct.receive():
+                self._handle(frame, direct)
+            if direct.has_unsent or direct.has_to_report:
+                with self._sending:
+                    self._write_direct(direct)
+        except ChannelError as error:
+            self._drop_direct(direct, f"the connection from coordinators to executor {direct.executor} broke: {error}")
+            connect = partial(self._connect_directly, direct.executor, direct.place)
+            TIMERS.later(_RECONNECT_PAUSE, lambda: ASYNC_CALLS.submit(connect))
+
+    def _add_direct(self, direct: DirectConnection) -> None:
+        if self._ended.is_set() or direct.executor in self._lost:
+            direct.close()
+            return
+        for other in [one for one in self._directs.values() if one.executor == direct.executor]:
+            self._drop_direct(other, f"executor {direct.executor} has a newer connection")
+        self._directs[direct.fileno()] = direct
+        self._poller.register(direct.fileno(), select.POLLIN)
+        self._turn_direct(direct)  # frames may have arrived together with the welcome
+
+    def _drop_direct(self, direct: DirectConnection, reason: str) -> None:
+        """Ends a direct connection, on the reading thread. The evaluations that used it have failed."""
+        self._poller.unregister(direct.fileno())
+        with self._sending:
+            del self._directs[direct.fileno()]
+            direct.close()
+        self.host.lost_route(direct, reason)
+
+    def _connect_directly(self, executor: str, place: str) -> None:
+        """Connects to an executor if it is on this host. Runs on a thread of its own."""
+        if self._ended.is_set() or executor in self._lost:
+            return
+        try:
+            self._connected.append(DirectConnection(executor, place))
+        except ChannelError as error:
+            _log.debug("executor %s is reached through the driver's JVM: %s", executor, error)
+        else:
+            self.wake()
 
     def _run(self) -> None:
         try:
@@ -236,20 +311,28 @@ class DriverChannel:
         except Exception:
             _log.exception("the thread that reads the frames of executors failed; please report it")
 
-    def _handle(self, frame: Any) -> None:
+    def _handle(self, frame: Any, direct: DirectConnection | None = None) -> None:
         was_busy = self.host.is_busy
         try:
             if frame.kind == "FROM":
-                self.host.received(frame["executor"], frame["frames"])
+                self.host.received(frame["executor"], frame["frames"], direct)
+            elif frame.kind == "NEAR" and frame["place"]:
+                ASYNC_CALLS.submit(partial(self._connect_directly, frame["executor"], frame["place"]))
             elif frame.kind == "LOST":
-                self.host.lost(frame["executor"], frame["reason"])
+                self._lose(frame["executor"], frame["reason"])
         except Exception:
             _log.exception(
                 "could not handle a %s frame of executor %s; please report it", frame.kind, frame["executor"]
             )
-        self._read += 1
+        self._read += direct is None
         if not was_busy and self.host.is_busy:
             self._attention.set()
+
+    def _lose(self, executor: str, reason: str) -> None:
+        self._lost[executor] = reason
+        for direct in [one for one in self._directs.values() if one.executor == executor]:
+            self._drop_direct(direct, reason)  # also if the process still runs, cut off from the driver
+        self.host.lost(executor, reason)
 
     @property
     def is_broken(self) -> bool:
@@ -273,6 +356,8 @@ class DriverChannel:
                 return
             self._closed = True
             self._channel.close()
+            for direct in (*self._directs.values(), *self._connected):
+                direct.close()
             os.close(self._wake_in)
             os.close(self._wake_out)
 

@@ -160,7 +160,7 @@ class Delivery:
                     live.large_reply = sequence
         evaluation = live.evaluation
         self._transport.send(
-            evaluation.executor,
+            live.gateway.route,
             encode("REPLY", evaluation=evaluation.id, sequence=sequence, outcome=outcome, payload=payload),
         )
 
@@ -179,5 +179,5 @@ class Delivery:
     def report_handled(self, live: LiveEvaluation) -> None:
         """Reports to the task how many of its messages were handled, so that it can send more."""
         live.reported, live.unreported_bytes, live.reported_at = live.handled, 0, self._clock()
-        evaluation = live.evaluation
-        self._transport.send(evaluation.executor, encode("HANDLED", evaluation=evaluation.id, sequence=live.handled))
+        handled = encode("HANDLED", evaluation=live.evaluation.id, sequence=live.handled)
+        self._transport.send(live.gateway.route, handled)

@@ -10,6 +10,7 @@ from typing import Any
 
 from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.coordination.outbox import Outbox
+from stagecrew.coordination.route import Route
 from stagecrew.errors import EvaluationEnded
 from stagecrew.wire.frames import encode
 from stagecrew.wire.serialization import END, pack
@@ -35,6 +36,7 @@ class Gateway:
         limit: The maximum size of a serialized event, in bytes.
         deadline: Returns the time by which an event that is sent now must be acknowledged.
         dirty: Called with the gateway when it has frames to send.
+        route: Where its frames go. The default is its executor, through the driver's JVM.
 
     Examples:
         >>> import stagecrew
@@ -55,9 +57,15 @@ class Gateway:
     """
 
     def __init__(
-        self, evaluation: Evaluation, limit: int, deadline: Callable[[], float], dirty: Callable[[Gateway], None]
+        self,
+        evaluation: Evaluation,
+        limit: int,
+        deadline: Callable[[], float],
+        dirty: Callable[[Gateway], None],
+        route: Route | None = None,
     ) -> None:
         self.evaluation = evaluation
+        self._route: Route = evaluation.executor if route is None else route
         self._limit, self._deadline, self._dirty = limit, deadline, dirty
         self._lock = threading.Lock()
         self._outbox = Outbox()
@@ -133,6 +141,11 @@ class Gateway:
         return EvaluationEnded(f"{self.evaluation} has ended: {reason}")
 
     # -- Called by stagecrew, not by coordinators
+
+    @property
+    def route(self) -> Route:
+        """Where the frames of the evaluation go."""
+        return self._route
 
     def hold(self) -> Future[None] | None:
         """Makes the cut of a checkpoint: events that are sent from now on are held back.

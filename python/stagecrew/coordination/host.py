@@ -19,6 +19,7 @@ from stagecrew.wire.frames import Frame, decode_all
 if TYPE_CHECKING:
     from stagecrew.coordination.binding import Binding
     from stagecrew.coordination.checkpoints import TakenState
+    from stagecrew.coordination.route import Route
     from stagecrew.coordination.threads import Owner
     from stagecrew.coordination.transport import Transport
 
@@ -139,15 +140,19 @@ class Host:
 
     # -- From executors, on the thread that reads the channel
 
-    def received(self, executor: str, frames: bytes) -> None:
-        """Handles frames of evaluations on this executor."""
+    def received(self, executor: str, frames: bytes, route: Route | None = None) -> None:
+        """Handles frames of evaluations on this executor. `route` is the direct connection from which they came."""
         for frame in decode_all(frames):
-            self._handle(executor, frame)
+            self._handle(executor, frame, executor if route is None else route)
         self.transport.flush()
 
     def lost(self, executor: str, reason: str) -> None:
         """Handles the loss of an executor, with every evaluation on it."""
         self._liveness.end_executor(executor, reason)
+
+    def lost_route(self, route: Route, reason: str) -> None:
+        """Handles the loss of a direct connection, with every evaluation that used it."""
+        self._liveness.end_route(route, reason)
 
     def broken(self, reason: str) -> None:
         """Handles a broken connection to the executors: fails every topology that has bindings."""
@@ -166,17 +171,17 @@ class Host:
         if self._liveness.expire():
             self.transport.flush()
 
-    def _handle(self, executor: str, frame: Frame) -> None:
+    def _handle(self, executor: str, frame: Frame, route: Route) -> None:
         id_ = frame["evaluation"]
         if frame.kind == "READY":
-            self._liveness.begin(executor, frame)
+            self._liveness.begin(executor, frame, route)
             return
         if frame.kind == "ENDED":
             self._liveness.end(id_, frame["outcome"], frame["reason"])
             return
         if (found := self._liveness.find(id_)) is None:
             if frame.kind in ("EVENTS", "REQUEST", "FINISH", "ASK_HANDLED"):
-                self._liveness.abort(executor, id_, "its topology has ended, or its coordinator was reset")
+                self._liveness.abort(route, id_, "its topology has ended, or its coordinator was reset")
             return
         binding, instance, live = found
         if frame.kind == "EVENTS":

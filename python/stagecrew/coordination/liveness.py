@@ -13,6 +13,7 @@ from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.instance import Instance
 from stagecrew.coordination.live import LiveEvaluation
+from stagecrew.coordination.route import Route
 from stagecrew.coordination.threads import Owner
 from stagecrew.coordination.transport import Transport
 from stagecrew.wire.frames import Frame, encode
@@ -62,19 +63,19 @@ class Liveness:
 
     # -- Begin and end of evaluations
 
-    def begin(self, executor: str, frame: Frame) -> None:
+    def begin(self, executor: str, frame: Frame, route: Route) -> None:
         """Handles the beginning of an evaluation. Calls `subtask_reset` if its subtask begins again, then `ready`."""
         with self._lock:
             if frame["evaluation"] in self._live or frame["evaluation"] in self._ended:
                 return  # a duplicate, or a frame that arrived after the evaluation's end
             binding = self.bindings.get(frame["binding"])
             if binding is not None:
-                self._begin(binding, _evaluation(binding.operator, executor, frame))
+                self._begin(binding, _evaluation(binding.operator, executor, frame), route)
         if binding is None:
-            self.abort(executor, frame["evaluation"], self._removed.get(frame["binding"], "its topology has ended"))
+            self.abort(route, frame["evaluation"], self._removed.get(frame["binding"], "its topology has ended"))
 
-    def _begin(self, binding: Binding, evaluation: Evaluation) -> None:
-        gateway = Gateway(evaluation, self._limit, self._ack_deadline, self._transport.dirty)
+    def _begin(self, binding: Binding, evaluation: Evaluation, route: Route) -> None:
+        gateway = Gateway(evaluation, self._limit, self._ack_deadline, self._transport.dirty, route)
         if binding.holds_events:
             gateway.hold()
         live = LiveEvaluation(evaluation, gateway, self._clock())
@@ -116,7 +117,7 @@ class Liveness:
         with self._lock:
             known = self._live.get(id_)
         if known is not None:
-            self.abort(known[1].evaluation.executor, id_, reason)
+            self.abort(known[1].gateway.route, id_, reason)
             self.end(id_, "failed", reason)
 
     def end_executor(self, executor: str, reason: str) -> None:
@@ -126,9 +127,16 @@ class Liveness:
         for id_ in lost:
             self.end(id_, "failed", reason)
 
-    def abort(self, executor: str, id_: int, reason: str) -> None:
+    def end_route(self, route: Route, reason: str) -> None:
+        """Handles the loss of a direct connection: the evaluations that used it have failed."""
+        with self._lock:
+            lost = [live.evaluation.id for _, live in self._live.values() if live.gateway.route is route]
+        for id_ in lost:
+            self.end(id_, "failed", reason)
+
+    def abort(self, route: Route, id_: int, reason: str) -> None:
         """Tells the executor to fail the attempt of an evaluation."""
-        self._transport.send(executor, encode("ABORT", evaluation=id_, reason=reason))
+        self._transport.send(route, encode("ABORT", evaluation=id_, reason=reason))
 
     # -- Bindings
 
@@ -152,7 +160,7 @@ class Liveness:
     def abort_detached(self, binding: Binding, detached: list[LiveEvaluation], reason: str) -> None:
         """Aborts these evaluations. Their coordinator is not called."""
         for live in detached:
-            self.abort(live.evaluation.executor, live.evaluation.id, reason)
+            self.abort(live.gateway.route, live.evaluation.id, reason)
             live.gateway.end(reason)
             binding.statistics.ended(live.gateway)
 

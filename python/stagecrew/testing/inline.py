@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from stagecrew.coordination.gateway import Gateway
+from stagecrew.coordination.route import Route
 from stagecrew.coordination.threads import Owner, Threads
 from stagecrew.wire.frames import Frame, decode_all
 
@@ -104,7 +105,7 @@ class InlineTransport:
         self._waiting: list[bytes] = []
         self._dirty: dict[Gateway, None] = {}
 
-    def send(self, executor: str, frame: bytes) -> None:
+    def send(self, route: Route, frame: bytes) -> None:
         """See `Transport`."""
         self._gather()
         self._waiting.append(frame)

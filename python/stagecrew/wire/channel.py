@@ -96,6 +96,11 @@ class Channel:
         """The socket's file descriptor, for `poll`."""
         return self._socket.fileno()
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether frames were read that no call has returned yet. The socket is not ready for them again."""
+        return bool(self._arrived)
+
     def send(self, kind: str, **fields: Field) -> None:
         """Sends one frame. Raises `ChannelClosed`."""
         self.write(encode(kind, **fields))
@@ -113,6 +118,20 @@ class Channel:
                 sent = max(0, sent - len(frame))
         except OSError as error:
             raise ChannelClosed(f"{self._peer} no longer reads: {error}") from error
+
+    def write_now(self, *frames: bytes) -> list[bytes]:
+        """Sends encoded frames as far as this is possible without waiting. Returns the rest. Raises `ChannelClosed`."""
+        try:
+            sent = os.writev(self._socket.fileno(), frames[:_MAX_BUFFERS])
+        except BlockingIOError:
+            return list(frames)
+        except OSError as error:
+            raise ChannelClosed(f"{self._peer} no longer reads: {error}") from error
+        for number, frame in enumerate(frames):
+            if sent < len(frame):
+                return [bytes(memoryview(frame)[sent:]), *frames[number + 1 :]]
+            sent -= len(frame)
+        return []
 
     def receive(self, seconds: float | None = 0.0) -> list[Frame]:
         """Waits this long for a frame, and returns the frames that have arrived. Raises `ChannelClosed`."""

@@ -21,6 +21,7 @@ final class Settings(conf: SparkConf) {
     case other => throw new IllegalArgumentException(s"$Channel=$other: it must be auto, unix or tcp")
   }
   val channelTimeoutMs: Long = time(ChannelTimeout)
+  val direct: Boolean = conf.getBoolean(Direct, defaults(Direct).toBoolean)
   val maxFrame: Int = math.min(conf.getSizeAsBytes(MaxFrame, defaults(MaxFrame)), Int.MaxValue - 16L).toInt
   val reportIntervalMs: Long = time(ReportInterval)
   val processesIntervalMs: Long = conf.getTimeAsMs(ProcessesInterval, defaults(ProcessesInterval))
@@ -63,6 +64,7 @@ object Settings {
   val ShutdownTimeout: String = key("shutdown.timeout", "5s")
   val Channel: String = key("channel", "auto")
   val ChannelTimeout: String = key("channel.timeout", "10s")
+  val Direct: String = key("channel.direct", "true")
   val MaxFrame: String = key("channel.maxFrame", "64m")
   val ReportInterval: String = key("report.interval", "1s")
   val RetainedTopologies: String = key("ui.retainedTopologies", "1000")

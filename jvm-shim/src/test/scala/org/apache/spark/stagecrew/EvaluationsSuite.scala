@@ -2,6 +2,7 @@ package org.apache.spark.stagecrew
 
 import java.io.{ByteArrayOutputStream, EOFException}
 import java.nio.ByteBuffer
+import java.nio.channels.Pipe
 import org.scalatest.OneInstancePerTest
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.mutable
@@ -25,18 +26,42 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   private var beforeDelivery = Option.empty[() => Unit]
 
   /** The evaluations of an executor. Their frames to the driver are collected in `sentToDriver`. */
-  private val evaluations: Evaluations = new Evaluations(10, 1000, attempts, { bytes =>
+  private val evaluations: Evaluations = new Evaluations(10, 1000, attempts, Evaluations.Route { bytes =>
     beforeDelivery.foreach { action =>
       beforeDelivery = None
       action()
     }
+    sentToDriver ++= framesOf(bytes)
+  })
+
+  private def framesOf(bytes: Array[Byte]): Seq[Frame] = {
     val buffer = ByteBuffer.wrap(bytes)
-    while (buffer.hasRemaining) {
+    Iterator.continually(buffer).takeWhile(_.hasRemaining).map { _ =>
       val frame = new Array[Byte](buffer.getInt())
       buffer.get(frame)
-      sentToDriver += Frames.decode(ByteBuffer.wrap(frame))
-    }
-  })
+      Frames.decode(ByteBuffer.wrap(frame))
+    }.toVector
+  }
+
+  /** The driver's Python, connected to the executor. Its frames are in `sent`. */
+  private final class DirectDriver {
+    val sent = mutable.Buffer.empty[Frame]
+    private val pipe = Pipe.open()
+    @volatile var isClosed = false
+    private val link = Links.linkFrom("d", "driver", 8, pipe.source, () => { isClosed = true; end() })(message =>
+      sent.synchronized(sent ++= framesOf(message.bytes("frames"))))
+    private val thread = new Thread(() =>
+      try evaluations.serveDriver(link, 1 << 20, frames => Frames.encode("FROM", "1", frames)) catch {
+        case _: EOFException => ()
+      })
+    thread.start()
+    eventually(assert(evaluations.isDirect(link)))
+
+    def send(frames: Array[Byte]*): Unit = frames.foreach(frame => pipe.sink.write(ByteBuffer.wrap(frame)))
+    def end(): Unit = pipe.sink.close()
+    def awaitEnd(): Unit = { end(); thread.join(10000); assert(!thread.isAlive) }
+    def kinds: List[String] = sent.synchronized(takeKinds(sent))
+  }
 
   /** A worker sends these frames, and its input then ends. This is not a disconnect: its evaluations stay live. The
     * frames that it receives are collected in `sentToWorker`. */
@@ -166,5 +191,69 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     assert(takeKinds(sentToDriver) == List("OVERFLOWED"))
     driverSends(Frames.encode("ABORT", 1L, "events were lost"), reply(1, 1))
     assert(takeKinds(sentToWorker) == List("ABORT"))
+  }
+
+  test("an evaluation keeps the route on which it began, in both directions") {
+    workerSends(ready(1, 1))
+    val driver = new DirectDriver
+    workerSends(ready(2, 2), request(1, 1), request(2, 1), request(2, 2), request(1, 2))
+    assert(takeKinds(sentToDriver) == List("READY", "REQUEST", "REQUEST"))
+    assert(driver.kinds == List("READY", "REQUEST", "REQUEST"))
+    driver.send(Frames.encode("READ", 2L), reply(2, 1), reply(2, 2))
+    eventually(assert(sentToWorker.size == 2))
+    driverSends(reply(1, 1))
+    assert(sentToWorker.map(_.long("evaluation")) == Seq(2, 2, 1))
+    driver.send(Frames.encode("EVENTS", 2L, 1L, Vector(Array[Byte](1))))
+    eventually(assert(driver.kinds == List("ACCEPTED")))
+    evaluations.attemptEnded(1, None)
+    evaluations.attemptEnded(2, None)
+    assert(takeKinds(sentToDriver) == List("ENDED") && driver.kinds == List("ENDED"))
+    driver.awaitEnd()
+  }
+
+  test("when a direct connection ends, only its evaluations fail, and later ones take the other route") {
+    workerSends(ready(1, 1))
+    val driver = new DirectDriver
+    workerSends(ready(2, 2), request(2, 1))
+    takeKinds(sentToDriver)
+    driver.awaitEnd()
+    assert(sentToWorker.map(frame => (frame.kind, frame.long("evaluation"), frame.text("reason"))) ==
+      Seq(("ABORT", 2, "the executor lost its connection to the coordinators")))
+    takeKinds(sentToWorker)
+    workerSends(request(2, 2), request(1, 1), ready(3, 3))
+    assert(takeKinds(sentToDriver) == List("REQUEST", "READY") && takeKinds(sentToWorker) == List("ABORT"))
+    assert(driver.kinds.take(2) == List("READY", "REQUEST"))
+  }
+
+  test("a newer direct connection replaces the earlier one, whose evaluations fail") {
+    val first = new DirectDriver
+    workerSends(ready(1, 1))
+    val second = new DirectDriver
+    assert(first.isClosed)
+    first.awaitEnd()
+    assert(sentToWorker.map(frame => (frame.kind, frame.long("evaluation"))) == Seq(("ABORT", 1)))
+    workerSends(ready(2, 2))
+    assert(second.kinds == List("READY") && sentToDriver.isEmpty)
+    second.awaitEnd()
+  }
+
+  test("when the driver's JVM loses its Python, the evaluations of both routes end") {
+    workerSends(ready(1, 1))
+    val driver = new DirectDriver
+    workerSends(ready(2, 2))
+    driverSends(Frames.encode("LOST", "driver", "it broke"))
+    assert(sentToWorker.map(_.kind) == Seq("ABORT", "ABORT"))
+    driver.awaitEnd()
+  }
+
+  private def eventually(check: => Any): Unit = {
+    val deadline = System.nanoTime() + 10000000000L
+    def attempt(): Unit = try { check; () } catch {
+      case failed: Throwable =>
+        if (System.nanoTime() > deadline) throw failed
+        Thread.sleep(5)
+        attempt()
+    }
+    attempt()
   }
 }

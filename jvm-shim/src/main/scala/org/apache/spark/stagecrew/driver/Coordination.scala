@@ -15,6 +15,8 @@ import spark._, wire._
  */
 final class Coordination(settings: Settings, folder: () => File) extends LinkHandler {
   private val peers = new ConcurrentHashMap[String, Peer]()
+  /** The NEAR message of each executor. Python gets it again when it reconnects. */
+  private val near = new ConcurrentHashMap[String, Array[Byte]]()
   @volatile private var channels: Channels = _
   /** The writer of each connection from Python. There is only one connection, except while Python reconnects. */
   private val writers = new ConcurrentHashMap[Link, NonBlockingWriter]()
@@ -32,16 +34,21 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
 
   private val endpoint = Rpc.endpoint(Coordination.EndpointName, new Handler {
     override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = {
-      Hops.allPassed("driver-receives", Frames.decodeMessage(message).bytes("frames"))
+      if (from.isEmpty) Hops.allPassed("driver-receives", Frames.decodeMessage(message).bytes("frames"))
       // Only the executor's id is read. The whole message is forwarded.
-      from.foreach(peers.put(Frames.decodeMessage(message).text("executor"), _))
+      from.foreach { peer =>
+        val executor = Frames.decodeMessage(message).text("executor")
+        peers.put(executor, peer)
+        near.put(executor, message)
+      }
       if (pythonWriter != null) pythonWriter.put(message)
-      Hops.allPassed("driver-written", Frames.decodeMessage(message).bytes("frames"))
+      if (from.isEmpty) Hops.allPassed("driver-written", Frames.decodeMessage(message).bytes("frames"))
     }
   })
 
   def lost(executor: String, reason: String): Unit = {
     peers.remove(executor)
+    near.remove(executor)
     if (pythonWriter != null) pythonWriter.put(Frames.encode("LOST", executor, reason))
   }
 
@@ -52,6 +59,7 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
     val writer = new NonBlockingWriter(link.write)
     writers.put(link, writer)
     pythonWriter = writer
+    near.values.forEach(writer.put(_))
   }
 
   override def received(link: Link, frame: Frame): Unit = frame.kind match {

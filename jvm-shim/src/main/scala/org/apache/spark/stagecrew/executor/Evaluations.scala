@@ -9,18 +9,24 @@ import driver._, spark._, wire._
  * The evaluations of an executor: calls of bound functions that exchange messages with coordinators on the driver. This
  * class holds their mailboxes, routes frames by the number of the evaluation, and never reads payloads.
  *
- * Link threads deliver frames from workers, and RPC threads deliver frames from the driver. Both write to workers and
- * to the driver. During a write, the lock of this class is not held, but the lock of one evaluation may be, to keep its
- * events in order.
+ * Frames reach the driver's Python by one of two routes: Spark's RPC and the driver's JVM, or, if the driver's Python
+ * is on this host, its own link to this executor. An evaluation keeps the route on which it began, so that its frames
+ * stay in order.
+ *
+ * Link threads deliver frames from workers, and RPC threads and the link of the driver's Python deliver frames from the
+ * driver. All write to workers and to the driver. During a write, the lock of this class is not held, but the lock of
+ * one evaluation may be, to keep its events in order.
  */
-final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.Attempts, toDriver: Array[Byte] => Unit) {
+final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.Attempts, rpc: Evaluations.Route) {
   import Evaluations._
 
   private val byId = mutable.LongMap.empty[Evaluation]
+  /** The link of the driver's Python, and the route over it. */
+  @volatile private var direct = Option.empty[(Link, Route)]
 
   /** Serves a worker's link until it ends. Frames that have arrived together are sent to the driver together. */
   def serve(link: Link, limit: Int): Unit = {
-    val batch = new Batch(toDriver)
+    val batch = new Batch
     try while (true) {
       val frame = link.readBytes(limit)
       Hops.passed("executor-reads", frame)
@@ -29,14 +35,45 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
     } finally batch.flush()
   }
 
+  /** Serves the link of the driver's Python until it ends. `message` makes a message to the driver of frames. */
+  def serveDriver(link: Link, limit: Int, message: Array[Byte] => Array[Byte]): Unit = {
+    val writer = new NonBlockingWriter(link.write)
+    val route = Route(frames => writer.put(message(frames)))
+    val before = synchronized {
+      val before = direct
+      direct = Some(link -> route)
+      before
+    }
+    before.foreach(_._1.close()) // the driver's Python has connected again
+    val replies = new Batch
+    try while (true) {
+      val frame = link.readBytes(limit)
+      Hops.passed("executor-receives", frame)
+      if (Frames.nameOf(frame) == "READ") writer.wasRead(Frames.decode(ByteBuffer.wrap(frame)).long("messages"))
+      else onDriverFrame(frame, replies)
+      if (!link.hasMore) replies.flush()
+    } finally {
+      writer.close()
+      synchronized(if (isDirect(link)) direct = None)
+      end(_.route eq route, "failed", "the executor lost its connection to the coordinators")
+    }
+  }
+
+  /** Whether evaluations that begin now use this link. */
+  private[stagecrew] def isDirect(link: Link): Boolean = direct.exists(_._1 eq link)
+
   private def onWorkerFrame(link: Link, frame: Array[Byte], batch: Batch): Unit = Frames.nameOf(frame) match {
     case "READY" =>
       val ready = Frames.decode(ByteBuffer.wrap(frame))
       val (id, attempt) = (ready.long("evaluation"), ready.long("attempt"))
-      val evaluation = new Evaluation(id, link, attempt, new Mailbox(maxEvents, maxBytes))
-      synchronized(byId(id) = evaluation) // before the driver can reply
+      val evaluation = synchronized { // the route cannot end before `byId` has the evaluation
+        val route = direct.map(_._2).getOrElse(rpc)
+        val evaluation = new Evaluation(id, link, attempt, route, new Mailbox(maxEvents, maxBytes))
+        byId(id) = evaluation // before the driver can reply
+        evaluation
+      }
       val (stageAttempt, partitions) = attempts.stageOf(attempt)
-      batch.add("READY", id, ready.text("binding"), ready.long("subtask"), attempt,
+      batch.add(evaluation.route, "READY", id, ready.text("binding"), ready.long("subtask"), attempt,
         ready.long("number"), ready.long("stage"), ready.long("partition"), stageAttempt.toLong, partitions.toLong)
       batch.flush()
       val ending = synchronized {
@@ -57,14 +94,15 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       val id = Frames.evaluationOf(frame)
       val evaluation = find(id)
       if (kind == "FINISH") evaluation.foreach(_.finishSequence = Frames.sequenceOf(frame))
-      if (evaluation.nonEmpty) batch.add(frame) else link.send("ABORT", id, "its attempt has ended, or it was reset")
+      if (evaluation.nonEmpty) batch.add(evaluation.get.route, frame)
+      else link.send("ABORT", id, "its attempt has ended, or it was reset")
     case other => throw new FrameException(s"an evaluation does not send $other")
   }
 
   /** Handles a message from the driver: a sequence of frames. */
   def onDriverMessage(frames: ByteBuffer): Unit = {
     Hops.allPassed("executor-receives", frames.array)
-    val replies = new Batch(toDriver)
+    val replies = new Batch
     while (frames.hasRemaining) {
       val frame = new Array[Byte](frames.getInt())
       frames.get(frame)
@@ -82,8 +120,8 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
     case "EVENTS" =>
       val events = Frames.decode(ByteBuffer.wrap(frame))
       evaluation.deliver(_.offer(events.long("first"), events.blobs("payloads"))) match {
-        case Mailbox.Accepted(sequence) => replies.add("ACCEPTED", evaluation.id, sequence)
-        case Mailbox.Refused(reason) => replies.add("OVERFLOWED", evaluation.id, reason)
+        case Mailbox.Accepted(sequence) => replies.add(evaluation.route, "ACCEPTED", evaluation.id, sequence)
+        case Mailbox.Refused(reason) => replies.add(evaluation.route, "OVERFLOWED", evaluation.id, reason)
       }
     case "REPLY" | "HANDLED" | "ABORT" =>
       val isLast = kind == "ABORT" || (kind == "REPLY" && evaluation.finishSequence == Frames.sequenceOf(frame))
@@ -118,8 +156,8 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       announced.foreach(byId -= _.id)
       announced
     }
-    val batch = new Batch(toDriver)
-    ended.foreach(evaluation => batch.add("ENDED", evaluation.id, outcome, reason))
+    val batch = new Batch
+    ended.foreach(evaluation => batch.add(evaluation.route, "ENDED", evaluation.id, outcome, reason))
     batch.flush()
     ended.foreach(evaluation => evaluation.link.send("ABORT", evaluation.id, reason))
   }
@@ -128,6 +166,9 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
 }
 
 object Evaluations {
+  /** A way for messages to the driver's Python. */
+  final case class Route(send: Array[Byte] => Unit)
+
   /** The task attempts of this executor. */
   trait Attempts {
     def runs(attempt: Long): Boolean
@@ -138,16 +179,16 @@ object Evaluations {
   }
 
   /** Creates the `Evaluations` of an executor, with an RPC endpoint for messages from the driver. */
-  def on(executor: String, settings: Settings, attempts: Attempts): Evaluations = {
+  def on(executor: String, settings: Settings, attempts: Attempts, place: String): Evaluations = {
     val driver = Rpc.driver(Coordination.EndpointName)
     val evaluations = new Evaluations(settings.mailboxEvents, settings.mailboxBytes, attempts,
-      frames => driver.send(Frames.encode("FROM", executor, frames)))
+      Route(frames => driver.send(Frames.encode("FROM", executor, frames))))
     val endpoint = Rpc.endpoint(s"stagecrew-evaluations-$executor", new Handler {
       override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit =
         Log.contained("handling a message of a coordinator")(evaluations.onDriverMessage(ByteBuffer.wrap(message)))
     })
     // The endpoint's reference is sent only once, because its Java serialization is slow.
-    driver.send(Rpc.withSender(endpoint, Frames.encode("FROM", executor, Array.emptyByteArray)))
+    driver.send(Rpc.withSender(endpoint, Frames.encode("NEAR", executor, place)))
     evaluations
   }
 
@@ -156,7 +197,8 @@ object Evaluations {
   val Killed = "its attempt was killed"
   val Failed = "its attempt failed"
 
-  private final class Evaluation(val id: Long, val link: Link, val attempt: Long, mailbox: Mailbox) {
+  private final class Evaluation(
+      val id: Long, val link: Link, val attempt: Long, val route: Route, mailbox: Mailbox) {
     /** The sequence number of the FINISH frame, or -1 before that frame. The reply to it is the last one. */
     @volatile var finishSequence = -1L
     /** Whether READY was sent to the driver, and how the evaluation ended before that. Guarded by the outer lock. */
@@ -171,24 +213,29 @@ object Evaluations {
     }
   }
 
-  /** Frames that are sent to the driver in one message. Not thread-safe. */
-  private final class Batch(send: Array[Byte] => Unit) {
+  /** Frames that are sent to the driver in one message. A frame for another route sends the earlier ones. Not
+    * thread-safe. */
+  private final class Batch {
+    private var route: Route = _
     private val frames = mutable.ArrayBuffer.empty[Array[Byte]]
     private var bytes = 0
     def size: Int = bytes
 
-    def add(frame: Array[Byte]): Unit = {
+    def add(to: Route, frame: Array[Byte]): Unit = {
+      if (to ne route) flush()
+      route = to
       frames += frame
       bytes += 4 + frame.length
     }
-    def add(kind: String, values: Any*): Unit = add(Frames.withoutLength(Frames.encode(kind, values: _*)))
+    def add(to: Route, kind: String, values: Any*): Unit =
+      add(to, Frames.withoutLength(Frames.encode(kind, values: _*)))
 
     def flush(): Unit = if (bytes > 0) {
       val out = ByteBuffer.allocate(bytes)
       frames.foreach(frame => out.putInt(frame.length).put(frame))
       frames.clear()
       bytes = 0
-      send(out.array)
+      route.send(out.array)
       Hops.allPassed("executor-sent", out.array)
     }
   }

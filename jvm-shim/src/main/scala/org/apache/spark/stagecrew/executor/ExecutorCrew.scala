@@ -71,7 +71,8 @@ final class ExecutorCrew(
   // -- The channel to Python processes
 
   private[stagecrew] def startEvaluations(): Evaluations = lock.synchronized {
-    if (evaluations.isEmpty) evaluations = Some(Evaluations.on(executor, settings, attempts))
+    if (evaluations.isEmpty) evaluations = Some(
+      Evaluations.on(executor, settings, attempts, if (settings.direct) place.toString else ""))
     evaluations.get
   }
 

@@ -11,7 +11,10 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
   @volatile private var agentKillReason: String = _ // why this executor killed its agent
 
   override def serve(link: Link, limit: Int): Unit =
-    if (link.role == "evaluations") crew.startEvaluations().serve(link, limit) else super.serve(link, limit)
+    if (link.role == "evaluations") crew.startEvaluations().serve(link, limit)
+    else if (link.role == "driver")
+      crew.startEvaluations().serveDriver(link, limit, frames => Frames.encode("FROM", executor, frames))
+    else super.serve(link, limit)
 
   override def connected(link: Link): Unit = if (link.role == "worker" || link.role == "agent") {
     processes.connected(link)
@@ -60,7 +63,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
   }
 
   override def disconnected(link: Link): Unit =
-    if (link.role == "evaluations") crew.evaluations.foreach(_.disconnected(link)) else {
+    if (link.role == "evaluations") crew.evaluations.foreach(_.disconnected(link)) else if (link.role != "driver") {
     samples.disconnected(link)
     processes.disconnected(link)
     if (link.role == "agent") {

@@ -19,7 +19,7 @@ import spark._
  * loopback port, to which every user of the host can connect.
  */
 private[stagecrew] final class ChannelAddress(val server: ServerSocketChannel, val folder: Path, socket: Option[Path]) {
-  val place: Path = folder.resolve("channel.json")
+  val place: Path = folder.resolve(ChannelAddress.PlaceName)
 
   /** The name and the value of the field of the place file that says where a client connects. */
   val field: (String, String) = socket match {
@@ -44,8 +44,9 @@ private[stagecrew] object ChannelAddress {
   /** The longest path of a socket in bytes. Operating systems allow 104 to 108. */
   val MaxPath = 100
   /** The names of the folders in the temporary directory that are used when the path of a socket would be too long. */
-  val Prefix = "stagecrew-"
+  val Prefix = "stagecrew-channel-"
   private val SocketName = "channel.sock"
+  private val PlaceName = "channel.json"
   private val Private = PosixFilePermissions.fromString("rwx------")
   private val StaleMs = 60000L // a folder without a socket may be that of a process that is starting
 
@@ -118,8 +119,10 @@ private[stagecrew] object ChannelAddress {
   /** Removes folders of processes that were killed. A folder of another user is not even read. */
   private def removeStale(parent: Path, owner: UserPrincipal): Unit =
     Using.resource(Files.newDirectoryStream(parent, s"$Prefix*"))(_.asScala.toList).foreach { folder =>
-      Log.contained(s"checking the old folder $folder")(
-        if (isPrivate(folder, owner) && isStale(folder)) SparkInternals.delete(folder.toFile))
+      Log.contained(s"checking the old folder $folder") {
+        val isOurs = isPrivate(folder, owner) && folder.toFile.list.forall(Set(SocketName, PlaceName))
+        if (isOurs && isStale(folder)) SparkInternals.delete(folder.toFile)
+      }
     }
 
   private def isPrivate(folder: Path, owner: UserPrincipal): Boolean = {

@@ -71,6 +71,7 @@ object Frames {
     Kind("TO", 97, "executor" -> 's', "frames" -> 'b'),
     Kind("LOST", 98, "executor" -> 's', "reason" -> 's'),
     Kind("READ", 99, "messages" -> 'q'),
+    Kind("NEAR", 101, "executor" -> 's', "place" -> 's'),
     Kind("STATISTICS", 100, "sequence" -> 'q', "body" -> 's'))
 
   private val byName = kinds.map(k => k.name -> k).toMap
