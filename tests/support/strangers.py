@@ -135,7 +135,7 @@ class Strangers:
         self._reader = threading.Thread(target=self._read, daemon=True)
         #: Set when all connections have been opened.
         self.attacked = threading.Event()
-        #: What the attacker did and saw. Set at the end.
+        #: The numbers of attacks, and everything that the attacker opened or received. Set at the end.
         self.outcome: dict[str, Any] = {}
 
     def __enter__(self) -> Strangers:

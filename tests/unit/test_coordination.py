@@ -7,7 +7,6 @@ import threading
 import time
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -464,7 +463,7 @@ def test_replies_of_other_threads_do_not_disturb_new_requests():
     The two never change the kept replies at the same time. Otherwise, a request could be lost.
     """
     evaluation = types.SimpleNamespace(id=1, executor="1")
-    live, handled = LiveEvaluation(evaluation, SimpleNamespace(route="1"), 0.0), []
+    live, handled = LiveEvaluation(evaluation, types.SimpleNamespace(route="1"), 0.0), []
     live.replies = ExclusiveReplies(8)
     instance = types.SimpleNamespace(enqueue=lambda f, instance, live, sequence, *rest: handled.append(sequence))
     delivery, counts = Delivery(FakeWire(), LIMIT, lambda: 0.0, pytest.fail), Statistics()

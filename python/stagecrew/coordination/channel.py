@@ -78,7 +78,7 @@ class DriverChannel:
         #: The direct connections, by their descriptors; and those that connected, until the reading thread adds them.
         self._directs: dict[int, DirectConnection] = {}
         self._connected: collections.deque[DirectConnection] = collections.deque()
-        #: Why an executor was lost. It never comes back.
+        #: By executor: why it was lost. Spark never uses its id again.
         self._lost: Bounded[str, str] = Bounded(_MAX_LOST)
         self._dirty: dict[Gateway, None] = {}
         self._count = 0
@@ -247,7 +247,7 @@ class DriverChannel:
         self.flush()
 
     def _turn_direct(self, direct: DirectConnection) -> None:
-        """Handles what has arrived on a direct connection, and writes what could not be written before."""
+        """Handles the frames that have arrived on a direct connection, and writes its unsent frames."""
         try:
             for frame in direct.receive():
                 self._handle(frame, direct)

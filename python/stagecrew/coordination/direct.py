@@ -62,7 +62,7 @@ class DirectConnection:
             self._wait_for_room()
 
     def write_unsent(self) -> None:
-        """Sends what was kept, as far as this is possible without waiting. Raises `ChannelClosed`."""
+        """Sends the kept frames for which the socket has room now. Raises `ChannelClosed`."""
         while self._unsent:
             before = len(self._unsent)
             frames = [self._unsent.popleft() for _ in range(min(before, 512))]

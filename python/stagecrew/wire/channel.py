@@ -120,7 +120,7 @@ class Channel:
             raise ChannelClosed(f"{self._peer} no longer reads: {error}") from error
 
     def write_now(self, *frames: bytes) -> list[bytes]:
-        """Sends encoded frames as far as this is possible without waiting. Returns the rest. Raises `ChannelClosed`."""
+        """Sends the encoded frames for which the socket has room now. Returns the rest. Raises `ChannelClosed`."""
         try:
             sent = os.writev(self._socket.fileno(), frames[:_MAX_BUFFERS])
         except BlockingIOError:
