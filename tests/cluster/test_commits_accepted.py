@@ -21,7 +21,7 @@ import stagecrew
 from support.coordination import executor_pid
 from support.hdfs import hdfs
 from support.postgres import postgresql
-from support.processes import is_alive, kill
+from support.processes import is_alive, kill, stop
 from support.s3 import s3_server
 from support.sessions import LOCAL_CLUSTER
 from support.sink_targets import SinkTarget, accepted_attempts, attempts_by_partition, recording_sink, rows_of
@@ -160,14 +160,20 @@ def test_only_one_of_an_attempt_and_its_speculative_copy_is_committed(
 
     def wait_for_both(partition, attempt, number):
         if partition == 0:
-            journal.write(event="offered", attempt=attempt)
+            journal.write(event="offered", partition=partition, attempt=attempt)
             eventually(lambda: os.path.exists(go), 120, "both attempts have offered")
             if ending_attempts == "one" and number == 0:
                 time.sleep(60)
 
     sink = recording_sink(target.sink(), journal, offered=wait_for_both)
-    with stagecrew.crew(spark).topology("t") as topology, do_when(have_offered(topology, 5), lambda: Path(go).touch()):
-        assert topology.commit(rows_of(spark), sink).rows == 40
+    with stagecrew.crew(spark).topology("t") as topology:
+
+        def driver_received_both():
+            # Spark may also run a copy of another partition, so five offers are not enough.
+            return len(journal.read(event="offered", partition=0)) == 2 and have_offered(topology, 5)()
+
+        with do_when(driver_received_both, lambda: Path(go).touch()):
+            assert topology.commit(rows_of(spark), sink).rows == 40
     assert len(journal.read(event="staged", partition=0)) == 2
     check_commit(spark, target, journal)
 
@@ -204,13 +210,17 @@ def test_rows_of_a_worker_that_outlives_its_executor_are_not_left(sessions, any_
             eventually(lambda: os.path.exists(committed), 120, "the commit has finished")
             journal.write(event="continues", attempt=attempt)
 
-    def stop():
+    def stop_processes():
         for pid in journal.read(event="late")[0]["pids"]:
-            kill(pid, signal.SIGSTOP)
+            stop(pid)
 
     sink = recording_sink(any_target.sink(), journal, before=continue_late)
     try:
-        stopping = do_when(lambda: journal.read(event="late"), stop) if fault == "stopped" else contextlib.nullcontext()
+        stopping = (
+            do_when(lambda: journal.read(event="late"), stop_processes)
+            if fault == "stopped"
+            else contextlib.nullcontext()
+        )
         with stagecrew.crew(cluster).topology("t") as topology, stopping:
             assert topology.commit(rows_of(cluster), sink).rows == 40
         Path(committed).touch()

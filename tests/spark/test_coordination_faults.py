@@ -17,7 +17,7 @@ from pyspark import cloudpickle
 import stagecrew
 from stagecrew.wire.serialization import WINDOW
 from support.coordination import RecordingCoordinator, batch_of, executor_pid, wait_for_stop
-from support.processes import kill
+from support.processes import kill, stop
 from support.sessions import LOCAL_CLUSTER
 from support.waiting import eventually
 
@@ -126,7 +126,7 @@ def test_attempts_on_an_unresponsive_executor_fail_after_the_ack_timeout(small_l
         executors = {evaluation: pid for evaluation, (pid,) in coordinator.events.items()}
         assert len(set(executors.values())) == 2
         stopped_pid = executors[next(iter(executors))]
-        kill(stopped_pid, signal.SIGSTOP)
+        stop(stopped_pid)
         began = time.monotonic()
         try:
             sent = {

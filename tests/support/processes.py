@@ -8,9 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pyspark import cloudpickle
+
+from support.waiting import eventually
 
 # Executors cannot import the tests, so the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -47,3 +51,18 @@ def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
     """Sends a signal to a process that a test's Spark application started. Does nothing if the process has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal_number)
+
+
+def stop(pid: int) -> None:
+    """Stops a process by SIGSTOP, and returns when all of its threads have stopped.
+
+    Threads may run for a few milliseconds after the signal was sent: long enough to handle a message.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: set(_thread_states(pid)) == {"T"}, 10, f"all threads of process {pid} have stopped")
+
+
+def _thread_states(pid: int) -> Iterator[str]:
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            yield stat.read_text().rsplit(")", 1)[1].split()[0]
