@@ -1,4 +1,4 @@
-# make setup | check | smoke | test | test-long | bench | demo | docs | compat      (setup installs their requirements)
+# make setup | check | smoke | test | test-long | bench | charts | demo | docs | compat   (setup installs their requirements)
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -10,7 +10,7 @@ JAR_SOURCES := build.sbt project/build.properties $(shell find jvm-shim/src/main
 JAR := $(STAMPS)/jar
 unexport PYSPARK_PYTHON
 
-.PHONY: help setup jar check format smoke test test-unit test-jvm test-spark test-long soak docs bench demo compat clean
+.PHONY: help setup jar check format smoke test test-unit test-jvm test-spark test-long soak docs bench charts demo compat clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -103,6 +103,9 @@ $(STAMPS)/peers: pyproject.toml
 
 bench: setup $(STAMPS)/peers ## run the benchmarks, and print the figures as JSON and as a table
 	$(BIN)/python tests/benchmarks/run.py
+
+charts: $(STAMPS)/peers ## draw the charts of the documentation from the JSON in docs/assets/bench
+	build/peers/bin/python tests/benchmarks/charts.py docs/assets/bench
 
 demo: setup ## enrich real flights with and without stagecrew
 	$(BIN)/stagecrew demo

@@ -1,9 +1,9 @@
-"""A Spark driver of the benchmark: `driver.py on|off|no-ui|no-sampling MASTER`.
+"""A Spark driver of the benchmark: `driver.py MODE MASTER`.
 
-`on`: with the plugin and a UI; `off`: without the plugin; `no-ui`: with the plugin, without a UI; `no-sampling`: with
-the plugin and a UI, but Python processes are not sampled. The process reads commands as JSON lines on its standard
-input, and responds to each with one line. It stays alive between rounds, so that `run.py` can alternate between a
-driver with the plugin and one without.
+The modes are `on`: with the plugin and a UI; `off`: without the plugin; `no-ui`: with the plugin, without a UI;
+`no-sampling` and `not-direct`: as `on`, but Python processes are not sampled, or requests take the way through Spark's
+RPC. The process reads commands as JSON lines on its standard input, and responds to each with one line. It stays alive
+between rounds, so that two of them can alternate.
 """
 
 import concurrent.futures
@@ -130,7 +130,8 @@ def _is_daemon_or_worker(process: psutil.Process) -> bool:
 class Driver:
     """A Spark session, and the measurements that it can make."""
 
-    def __init__(self, plugin: bool, master: str, ui: bool, sampling: bool) -> None:
+    def __init__(self, mode: str, master: str) -> None:
+        plugin, ui = mode != "off", mode != "no-ui"
         builder = SparkSession.builder.master(master).appName("stagecrew-bench")
         settings = {
             "spark.ui.enabled": str(ui).lower(),
@@ -144,8 +145,10 @@ class Driver:
         }
         for key, value in settings.items():
             builder = builder.config(key, value)
-        if not sampling:
+        if mode == "no-sampling":
             builder = builder.config("spark.stagecrew.processes.interval", "0")
+        if mode == "not-direct":
+            builder = builder.config("spark.stagecrew.channel.direct", "false")
         if plugin:
             stagecrew.configure(builder)
         self.spark = builder.getOrCreate()
@@ -526,4 +529,4 @@ class Driver:
 if __name__ == "__main__":
     os.environ["PYSPARK_PYTHON"] = sys.executable  # otherwise, a cluster's executors would run the python3 on the PATH
     mode, master = sys.argv[1:]
-    serve(lambda: Driver(plugin=mode != "off", master=master, ui=mode != "no-ui", sampling=mode != "no-sampling"))
+    serve(lambda: Driver(mode, master))

@@ -5,13 +5,12 @@ read over HTTP from a History Server; they are the same as those of a running ap
 """
 
 import pathlib
-import statistics
-import sys
 import tempfile
 import time
 import urllib.request
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from measurements import Measurement, at_most
+from processes import Run
 
 import stagecrew
 from support.clusters import history_server
@@ -26,15 +25,11 @@ PATHS = {
     "topology": "topology/?id=t7",
     "overview as JSON": "json/",
 }
-WARM_UPS, ROUNDS = 20, 20
+WARM_UPS = 20
 
 
-def pages():
-    """Returns the seconds of each page by the number of topologies.
-
-    The figures are the median, the maximum, and the time of the first load, which parses the log.
-    """
-    found = {}
+def pages(run: Run):
+    """How long the pages of the tab take with 10, 100 and 1,000 topologies."""
     busy = next(event for event in example_events() if event["id"].startswith("enrich"))
     name = busy["id"]
     with tempfile.TemporaryDirectory() as temporary:
@@ -46,14 +41,20 @@ def pages():
             write_log(logs, f"app-{count}", [*events, application()])
         with history_server(folder, logs, stagecrew.jar_path()) as base:
             eventually(lambda: len(fetch_json(f"{base}/api/v1/applications")) == len(COUNTS), 60, "the logs are listed")
-            for count in COUNTS:
-                tab = f"{base}/history/app-{count}/stagecrew"
-                first = seconds(f"{tab}/")
-                found[count] = {"first": first}
-                for page, path in PATHS.items():
-                    times = [seconds(f"{tab}/{path}") for _ in range(WARM_UPS + ROUNDS)][WARM_UPS:]
-                    found[count][page] = {"median": statistics.median(times), "longest": max(times)}
-    return found
+            tabs = {count: f"{base}/history/app-{count}/stagecrew" for count in COUNTS}
+            first = {count: seconds(f"{tab}/") for count, tab in tabs.items()}
+            times = {(count, page): [] for count in COUNTS for page in PATHS}
+            for count, page in times:
+                for _ in range(WARM_UPS):
+                    seconds(f"{tabs[count]}/{PATHS[page]}")
+            for _ in run.rounds(20):
+                for (count, page), values in times.items():
+                    values.append(seconds(f"{tabs[count]}/{PATHS[page]}"))
+    for count in COUNTS:
+        yield Measurement(f"{count:,} topologies, first page, which parses the log", "s", [first[count]])
+        for page in PATHS:
+            goal = None if page.endswith("JSON") else at_most(1)
+            yield Measurement(f"{count:,} topologies, {page}", "s", times[count, page], goal=goal)
 
 
 def seconds(url: str) -> float:

@@ -1,7 +1,6 @@
 """Measures transactions of the coordination stores, compared with plain SQLite and plain kazoo.
 
-The ratio is the median of the ratios of neighbouring rounds, which run under the same load. One thread runs the
-transactions. Each transaction checks an entry (as leaders do), replaces a value of 200 bytes and creates an entry of
+One thread runs the transactions. Each transaction checks an entry (as leaders do), replaces a value of 200 bytes and creates an entry of
 200 bytes. It is on the disk when the call returns.
 
 * Plain SQLite: one table, the same pragmas (WAL, synchronous=FULL), the check and the compare-and-set in one
@@ -13,18 +12,18 @@ transactions. Each transaction checks an entry (as leaders do), replaces a value
 """
 
 import contextlib
-import pathlib
 import sqlite3
-import statistics
-import sys
 import tempfile
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from measurements import Measurement, ratio_at_least
+from processes import Run
 
 from support.zookeeper import zookeeper
 
 VALUE = b"v" * 200
+#: The transactions in a round of one side.
+COUNT = 25
 
 
 def _store(store):
@@ -79,47 +78,41 @@ def _kazoo(client):
     return do
 
 
-def _compare(raw, ours, rounds, count):
-    """Runs alternating rounds. Both sides take turns in being the first.
+def _compare(run, name, peer, raw, ours):
+    """Measures alternating rounds. Both sides take turns in being the first."""
+    operations, done, rates = {"raw": raw, "store": ours}, {"raw": 0, "store": 0}, {"raw": [], "store": []}
 
-    Returns the transactions per second of each side.
-    """
-    operations, done, seconds = {"raw": raw, "store": ours}, {"raw": 0, "store": 0}, {"raw": [], "store": []}
-    for number in range(-1, rounds):  # the first round is a warm-up
-        for name in ("raw", "store") if number % 2 else ("store", "raw"):
-            begun = time.perf_counter()
-            for one in range(done[name], done[name] + count):
-                operations[name](one)
-            done[name] += count
-            if number >= 0:
-                seconds[name].append(time.perf_counter() - begun)
-    rates = {name: count / statistics.median(of) for name, of in seconds.items()}
-    ratios = [raw / store for raw, store in zip(seconds["raw"], seconds["store"], strict=True)]
-    return {**rates, "ratio": statistics.median(ratios), "count": count, "seconds": seconds}
+    def measure(side):
+        begun = time.perf_counter()
+        for one in range(done[side], done[side] + COUNT):
+            operations[side](one)
+        done[side] += COUNT
+        return COUNT / (time.perf_counter() - begun)
+
+    for side in operations:  # warm-up
+        measure(side)
+    for round_ in run.rounds(80):
+        for side in ("raw", "store") if round_ % 2 else ("store", "raw"):
+            rates[side].append(measure(side))
+    words = f"transactions of three operations, {name}"
+    return Measurement(words, "a second", rates["store"], f"plain {peer}", rates["raw"], ratio_at_least(0.8))
 
 
-def stores(rounds: int = 80, count: int = 25):
-    """Returns the figures of both stores."""
+def stores(run: Run):
+    """Transactions of the coordination stores, compared with plain SQLite and plain kazoo."""
     from kazoo.client import KazooClient
 
     from stagecrew.recovery.stores.sqlite import SQLiteStore
     from stagecrew.recovery.stores.zookeeper import ZooKeeperStore
 
-    found = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
         raw = closing.enter_context(contextlib.closing(sqlite3.connect(f"{folder}/raw.db", isolation_level=None)))
         ours = closing.enter_context(contextlib.closing(SQLiteStore(f"{folder}/crew.db")))
-        found["sqlite"] = _compare(_sqlite(raw), _store(ours), rounds, count)
+        yield _compare(run, "SQLite", "SQLite", _sqlite(raw), _store(ours))
         server = closing.enter_context(zookeeper(properties=()))
         client = KazooClient(server.hosts)
         client.start()
         closing.callback(client.close)
         closing.callback(client.stop)
         ours = closing.enter_context(contextlib.closing(ZooKeeperStore(server.hosts, "/bench")))
-        found["zookeeper"] = _compare(_kazoo(client), _store(ours), rounds, count)
-    return found
-
-
-if __name__ == "__main__":
-    for kind, figures in stores().items():
-        print(f"{kind}: plain {figures['raw']:,.0f}/s, store {figures['store']:,.0f}/s, ratio {figures['ratio']:.3f}")
+        yield _compare(run, "ZooKeeper", "kazoo", _kazoo(client), _store(ours))

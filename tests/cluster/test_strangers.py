@@ -7,6 +7,7 @@ half frames, garbage, and connections that are closed at once.
 from __future__ import annotations
 
 import os
+import statistics
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,57 @@ def test_a_job_is_not_disturbed_by_another_user(tmp_path: Path, journal: Journal
     assert len(logs) == 3
     assert sum(log.read_text(errors="replace").count("a connection to the channel of") for log in logs) <= 20
     assert outcome["sent"] == CONNECTIONS
+
+
+TIMED = """
+class NoOp(stagecrew.Listener):
+    pass
+builder = session_builder("local-cluster[2,1,1024]")
+for key, value in SETTINGS.items():
+    builder = builder.config(key, value)
+if WITH_STAGECREW:
+    stagecrew.configure(builder, listeners=[NoOp()])
+began = time.monotonic()
+spark = builder.getOrCreate()
+jobs = 0
+while jobs < 3:
+    assert spark.sparkContext.parallelize(range(TASKS), TASKS).map(lambda n: n * n).sum() == sum(n * n for n in range(TASKS))
+    jobs += 1
+    journal.write(event="job", seconds=time.monotonic() - began, number=jobs)
+spark.stop()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("reuse", "tasks"), [("true", 200), ("false", 30)])
+def test_an_attack_delays_jobs_no_more_than_with_plain_spark(
+    tmp_path: Path, journal: Journal, reuse: str, tasks: int
+) -> None:
+    """Under attack, from its start to its third job, an application takes at most 1.1 of plain Spark's time.
+
+    The attacks go to Spark's own ports and to those of the channel. The two kinds of application take turns.
+    """
+    settings = {
+        "spark.python.worker.reuse": reuse, "spark.stagecrew.channel": "tcp",
+        "spark.executor.extraJavaOptions": PLAIN_JVM_OPTIONS,
+    }  # fmt: skip
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(8):
+        with_stagecrew = number % 4 in (1, 2)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        own = Journal(str(folder / "journal"))
+        head = f"SETTINGS, WITH_STAGECREW, TASKS = {settings!r}, {with_stagecrew}, {tasks}\n"
+        with (
+            driver_script(folder, own, "", head + TIMED) as driver,
+            Strangers(driver.pid, CONNECTIONS, 100) as strangers,
+        ):
+            eventually(lambda driver=driver: driver.poll() is not None, 90, "the driver ends")
+            assert driver.returncode == 0
+        assert strangers.outcome["sent"] >= 1000
+        if number >= 2:  # the first two fill the caches of the disk
+            seconds[with_stagecrew].append(own.read(event="job", number=3)[0]["seconds"])
+    ratios = [ours / plain for plain, ours in zip(seconds[False], seconds[True], strict=True)]
+    print("seconds", seconds, "ratios", ratios)
+    assert statistics.median(ratios) <= 1.1

@@ -241,6 +241,25 @@ def test_close_ends_every_connection_and_thread(tmp_path: Path) -> None:
     world.close()
 
 
+@pytest.mark.parametrize("end", ["close", "lost"])
+def test_no_timer_is_left_for_an_executor_that_cannot_come_back(
+    world: World, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """The timer that connects again ends when the channel closes, and when Spark loses the executor."""
+    monkeypatch.setattr(channel_module, "_RECONNECT_PAUSE", 60)
+    world.connect()
+    world.executor.accepted.pop().close()
+    eventually(lambda: world.host.named("lost_route"))
+    (timer,) = eventually(lambda: list(world.channel._reconnects.values()))
+    assert timer.f is not None
+    if end == "close":
+        world.channel.close()
+    else:
+        world.jvm.send("LOST", executor="1", reason="Spark removed it")
+        eventually(lambda: world.host.named("lost"))
+    assert timer.f is None
+
+
 def test_the_executor_is_told_how_many_messages_were_read(world: World) -> None:
     """READ frames let the executor write without waiting. They come at the latest after 16 messages."""
     world.connect()

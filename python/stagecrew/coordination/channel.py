@@ -23,7 +23,7 @@ from stagecrew.bounded import Bounded
 from stagecrew.coordination.direct import DirectConnection
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.host import Host
-from stagecrew.coordination.pool import ASYNC_CALLS, COORDINATORS, TIMERS, Pool
+from stagecrew.coordination.pool import ASYNC_CALLS, COORDINATORS, TIMERS, Pool, Timer
 from stagecrew.coordination.route import DirectRoute, Route
 from stagecrew.errors import ChannelClosed, ChannelError
 from stagecrew.wire import hops
@@ -78,6 +78,8 @@ class DriverChannel:
         #: The direct connections, by their descriptors; and those that connected, until the reading thread adds them.
         self._directs: dict[int, DirectConnection] = {}
         self._connected: collections.deque[DirectConnection] = collections.deque()
+        #: By executor: the timer that connects again.
+        self._reconnects: dict[str, Timer] = {}
         #: By executor: why it was lost. Spark never uses its id again.
         self._lost: Bounded[str, str] = Bounded(_MAX_LOST)
         self._dirty: dict[Gateway, None] = {}
@@ -257,7 +259,7 @@ class DriverChannel:
         except ChannelError as error:
             self._drop_direct(direct, f"the connection from coordinators to executor {direct.executor} broke: {error}")
             connect = partial(self._connect_directly, direct.executor, direct.place)
-            TIMERS.later(_RECONNECT_PAUSE, lambda: ASYNC_CALLS.submit(connect))
+            self._reconnects[direct.executor] = TIMERS.later(_RECONNECT_PAUSE, lambda: ASYNC_CALLS.submit(connect))
 
     def _add_direct(self, direct: DirectConnection) -> None:
         if self._ended.is_set() or direct.executor in self._lost:
@@ -330,6 +332,8 @@ class DriverChannel:
 
     def _lose(self, executor: str, reason: str) -> None:
         self._lost[executor] = reason
+        if (timer := self._reconnects.pop(executor, None)) is not None:
+            timer.cancel()
         for direct in [one for one in self._directs.values() if one.executor == executor]:
             self._drop_direct(direct, reason)  # also if the process still runs, cut off from the driver
         self.host.lost(executor, reason)
@@ -358,6 +362,8 @@ class DriverChannel:
             self._channel.close()
             for direct in (*self._directs.values(), *self._connected):
                 direct.close()
+            for timer in self._reconnects.values():
+                timer.cancel()
             os.close(self._wake_in)
             os.close(self._wake_out)
 

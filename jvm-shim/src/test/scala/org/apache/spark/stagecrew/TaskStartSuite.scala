@@ -3,6 +3,7 @@ package org.apache.spark.stagecrew
 import java.util.concurrent.atomic.AtomicInteger
 import org.scalatest.funsuite.AnyFunSuite
 import org.apache.spark.{SparkConf, SparkContext, SparkException, TaskContext}
+import org.apache.spark.api.plugin.{DriverPlugin, ExecutorPlugin, SparkPlugin}
 import stagecrew.{TopologyContext, TopologyListener}
 
 object TaskStartSuite {
@@ -22,6 +23,19 @@ object TaskStartSuite {
     override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable =
       throw new StackOverflowError("too deep")
   }
+
+  /** The plugin, which keeps the part that runs on this executor. */
+  final class KeptPlugin extends SparkPlugin {
+    private val plugin = new _root_.stagecrew.StagecrewPlugin
+    override def driverPlugin(): DriverPlugin = plugin.driverPlugin()
+    override def executorPlugin(): ExecutorPlugin = {
+      onExecutor = plugin.executorPlugin()
+      onExecutor
+    }
+  }
+  @volatile var onExecutor: ExecutorPlugin = _
+
+  val Starts = 100000L
 }
 
 /** Every failure before the body of a task fails the attempt, although Spark only logs what `onTaskStart` throws. */
@@ -31,16 +45,36 @@ class TaskStartSuite extends AnyFunSuite {
   Seq(classOf[FailingOpen] -> classOf[Unspeakable].getName, classOf[FailingDecorate] -> classOf[Unspeakable].getName,
     classOf[Overflowing] -> "too deep").foreach { case (listener, cause) =>
     test(s"no body runs and the action fails with the cause: ${listener.getSimpleName}") {
-      val sc = new SparkContext(new SparkConf(false).setMaster("local[2,3]").setAppName("task start")
-        .set("spark.ui.enabled", "false")
-        .set("spark.driver.host", "127.0.0.1").set("spark.driver.bindAddress", "127.0.0.1")
-        .set("spark.plugins", "stagecrew.StagecrewPlugin").set(Settings.JvmListeners, listener.getName))
-      try {
+      run("stagecrew.StagecrewPlugin", Settings.JvmListeners -> listener.getName) { sc =>
         bodies.set(0)
         val failed = intercept[SparkException](sc.parallelize(1 to 2, 2).foreach(_ => { bodies.incrementAndGet(); () }))
         assert(failed.getMessage.contains(cause) && failed.getMessage.contains(listener.getSimpleName))
         assert(bodies.get === 0)
-      } finally sc.stop()
+      }
     }
+  }
+
+  test("the start of a task without listeners takes less than two microseconds") {
+    run(classOf[KeptPlugin].getName) { sc =>
+      val rounds = sc.parallelize(Seq(1), 1).map { _ =>
+        (0 until 30).map { _ =>
+          val began = System.nanoTime()
+          var n = 0
+          while (n < Starts) { onExecutor.onTaskStart(); n += 1 }
+          (System.nanoTime() - began) / Starts
+        }
+      }.first()
+      val median = rounds.drop(10).sorted.apply(10) // the first rounds compile the code
+      info(s"$median ns for each task")
+      assert(median < 2000)
+    }
+  }
+
+  private def run(plugin: String, settings: (String, String)*)(body: SparkContext => Unit): Unit = {
+    val sc = new SparkContext(new SparkConf(false).setMaster("local[2,3]").setAppName("task start")
+      .set("spark.ui.enabled", "false")
+      .set("spark.driver.host", "127.0.0.1").set("spark.driver.bindAddress", "127.0.0.1")
+      .set("spark.plugins", plugin).setAll(settings))
+    try body(sc) finally sc.stop()
   }
 }
