@@ -7,7 +7,6 @@ import java.nio.file.attribute.PosixFilePermissions
 import java.util.concurrent.{ConcurrentLinkedQueue, CountDownLatch}
 import java.util.concurrent.atomic.AtomicInteger
 import org.apache.spark.SparkConf
-import org.apache.spark.util.UninterruptibleThread
 import org.scalatest.funsuite.AnyFunSuite
 import scala.jdk.CollectionConverters._
 import scala.util.Random
@@ -260,10 +259,42 @@ class ChannelsSuite extends AnyFunSuite {
     eventually(assert(server.echo.ends.get >= server.echo.connections.get - 1))
   }
 
-  onEach("an interrupt of a task's thread that sends does not break the link, whose own thread waits") { server =>
+  onEach("a process that does not read delays no thread that sends to it, and later gets everything in order") { server =>
     val client = server.known()
     val link = server.echo.last
-    val task = new UninterruptibleThread("task") {
+    val texts = (0 until 300).map(n => s"$n " + "x" * 60000) // 18 MB: a socket has room for much less
+    val began = System.nanoTime()
+    texts.foreach(text => link.send("CLOSED", text))
+    assert(System.nanoTime() - began < 5000000000L)
+    texts.foreach(text => assert(client.read().text("topology") == text))
+    assert(client.served(1))
+  }
+
+  onEach("frames of a process that writes and does not read are handled, also while much is sent to it") { server =>
+    val client = server.known()
+    server.echo.last.send("CLOSED", "y" * 60000)
+    (0 until 2000).foreach { n =>
+      server.echo.last.send("CLOSED", "x" * 10000)
+      client.send(Frames.encode("BEGIN", n.toLong) ++ Frames.encode("CLOSED", "x" * 10000))
+    }
+    eventually(assert(server.echo.frames.asScala.count(_ == "BEGIN") == 2001)) // one is that of `known`
+    assert(client.read().text("topology").length == 60000)
+    val received = Iterator.continually(client.read().text("topology")).takeWhile(_ != "1999").toVector
+    assert(received.filter(_.length < 10).map(_.toInt) == (0 until 1999))
+  }
+
+  onEach("the end of a process that has not read everything ends its link") { server =>
+    val client = server.known()
+    (0 until 300).foreach(_ => server.echo.last.send("CLOSED", "x" * 60000))
+    client.close()
+    eventually(assert(server.echo.ends.get == 1))
+    server.known()
+  }
+
+  onEach("an interrupt of a thread that sends does not break the link") { server =>
+    val client = server.known()
+    val link = server.echo.last
+    val task = new Thread("task") {
       override def run(): Unit = {
         Thread.currentThread.interrupt() // as Spark does when it kills the task
         link.send("CLOSED", "one")

@@ -20,7 +20,7 @@ import org.apache.spark.shuffle.sort.SortShuffleManager
 import org.apache.spark.sql.classic.Dataset
 import org.apache.spark.sql.execution.StagecrewPlans
 import org.apache.spark.storage._
-import org.apache.spark.util.{ShutdownHookManager, UninterruptibleThread, Utils}
+import org.apache.spark.util.{ShutdownHookManager, Utils}
 import partitions._
 
 /** An event of the plugin that is not written to event logs: core/scheduler/SparkListener.scala. */
@@ -233,12 +233,6 @@ private[stagecrew] object SparkInternals {
     val folder = Utils.createTempDir(Utils.getLocalDir(conf), "stagecrew")
     Files.setPosixFilePermissions(folder.toPath, PosixFilePermissions.fromString("rwx------"))
     folder
-  }
-
-  /** Runs `f`. An interrupt of a task's thread is deferred until `f` ends. core/util/UninterruptibleThread.scala */
-  def uninterruptibly(f: => Unit): Unit = Thread.currentThread match {
-    case thread: UninterruptibleThread => thread.runUninterruptibly(f)
-    case _ => f
   }
 
   def delete(folder: java.io.File): Unit = Utils.deleteRecursively(folder)

@@ -3,14 +3,14 @@ package wire
 
 import java.io.{EOFException, File, IOException}
 import java.nio.ByteBuffer
-import java.nio.channels.{ClosedChannelException, SocketChannel, WritableByteChannel}
+import java.nio.channels.{ClosedChannelException, WritableByteChannel}
 import java.nio.charset.StandardCharsets
 import java.nio.file.{Files, Path}
 import java.nio.file.attribute.PosixFilePermissions
 import java.util.concurrent.{ConcurrentHashMap, Executors, TimeUnit}
 import java.util.concurrent.atomic.AtomicLong
 import scala.util.control.NonFatal
-import executor._, spark._
+import executor._
 
 /** The connection to one Python process. */
 final class Link(channel: WritableByteChannel, hello: Frame, reader: FrameReader) {
@@ -21,9 +21,9 @@ final class Link(channel: WritableByteChannel, hello: Frame, reader: FrameReader
   /** Sends one frame. If the connection is broken, closes it, and the thread that reads it ends. */
   def send(kind: String, values: Any*): Unit = write(Frames.encode(kind, values: _*))
 
-  /** Sends encoded frames, each with its length prefix. An interrupt would close the channel, so it is deferred. */
-  def write(frames: Array[Byte]): Unit = SparkInternals.uninterruptibly(
-    try synchronized(Link.write(channel, frames)) catch { case _: IOException => close() })
+  /** Sends encoded frames, each with its length prefix. Does not wait. */
+  def write(frames: Array[Byte]): Unit =
+    try channel.write(ByteBuffer.wrap(frames)) catch { case _: IOException => close() }
 
   private[stagecrew] def read(limit: Int): Frame = reader.read(limit)
   private[stagecrew] def readBytes(limit: Int): Array[Byte] = reader.readBytes(limit)
@@ -32,18 +32,6 @@ final class Link(channel: WritableByteChannel, hello: Frame, reader: FrameReader
   def close(): Unit = try channel.close() catch { case _: IOException => () }
 
   override def toString: String = s"$role process $pid"
-}
-
-object Link {
-  private val PieceBytes = 1 << 17 // the JDK copies each piece to a buffer that the thread keeps
-
-  private[wire] def write(channel: WritableByteChannel, bytes: Array[Byte]): Unit = {
-    val buffer = ByteBuffer.wrap(bytes)
-    while (buffer.position() < bytes.length) {
-      buffer.limit(math.min(bytes.length, buffer.position() + PieceBytes))
-      channel.write(buffer)
-    }
-  }
 }
 
 /** Handles links. Each link has its own thread, which calls these methods in the order of the frames. */
@@ -71,9 +59,9 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
 
   private val token: String = Handshake.random(32).map(b => f"${b & 0xff}%02x").mkString
   private val address = ChannelAddress.open(settings.channel, newFolder)
-  private val connections = ConcurrentHashMap.newKeySet[SocketChannel]()
+  private val connections = ConcurrentHashMap.newKeySet[LinkChannel]()
   /** The strangers, oldest first. If there are too many, the oldest is closed. Guarded by itself. */
-  private val strangers = new Bounded[Long, SocketChannel](MaxStrangers)((_, connection) => closeQuietly(connection))
+  private val strangers = new Bounded[Long, LinkChannel](MaxStrangers)((_, connection) => closeQuietly(connection))
   private val deadlines = Executors.newSingleThreadScheduledExecutor(ExecutorCrew.daemon("stagecrew-deadlines"))
   private val warnings = new LimitedWarnings
   @volatile private var closed = false
@@ -90,7 +78,7 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
   thread("stagecrew-accept") {
     while (!closed) {
       try {
-        val connection = address.server.accept()
+        val connection = new LinkChannel(address.server.accept())
         connections.add(connection)
         val number = numbers.incrementAndGet()
         strangers.synchronized(strangers(number) = connection)
@@ -104,7 +92,7 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
     }
   }
 
-  private def serve(number: Long, connection: SocketChannel): Unit = {
+  private def serve(number: Long, connection: LinkChannel): Unit = {
     val accepted = try handshake(number, connection) catch {
       case _: EOFException => None // it has closed the connection
       case NonFatal(error) =>
@@ -123,17 +111,17 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
       } finally Log.contained(s"handling the end of $link")(handler.disconnected(link))
     }
     connections.remove(connection)
-    closeQuietly(connection)
+    Log.contained("closing a connection")(connection.release())
   }
 
-  private def handshake(number: Long, connection: SocketChannel): Option[Link] = {
+  private def handshake(number: Long, connection: LinkChannel): Option[Link] = {
     val deadline = deadlines.schedule((() => strangers.synchronized(strangers.evict(number))): Runnable,
       settings.channelTimeoutMs, TimeUnit.MILLISECONDS)
     try {
-      address.checkPeer(connection)
+      address.checkPeer(connection.socket)
       val reader = new FrameReader(connection)
       val handshake = new Handshake(token, reader.read(MaxHello))
-      Link.write(connection, handshake.challenge)
+      connection.write(ByteBuffer.wrap(handshake.challenge))
       val hello = reader.read(MaxHello)
       handshake.check(hello)
       val link = new Link(connection, hello, reader)
@@ -167,7 +155,7 @@ object Channels {
   private val AcceptPauseMs = 50L // a failure, such as too many open files, may last
   private val numbers = new AtomicLong
 
-  private def closeQuietly(connection: SocketChannel): Unit = try connection.close() catch { case _: IOException => () }
+  private def closeQuietly(connection: LinkChannel): Unit = try connection.close() catch { case _: IOException => () }
 
   private def thread(name: String)(body: => Unit): Unit = ExecutorCrew.daemon(name).newThread(() => body).start()
 }
