@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import random
 import signal
@@ -16,8 +17,9 @@ import pytest
 from pyspark import cloudpickle
 
 import stagecrew
-from support.coordination import RecordingCoordinator, batch_of
+from support.coordination import RecordingCoordinator, batch_of, executor_pid
 from support.sessions import LOCAL_CLUSTER
+from support.spark_storage import executor_ids
 from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -214,6 +216,88 @@ def test_large_events_arrive_in_both_directions(cluster, coordinators):
     with stagecrew.crew(cluster).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Returning(context, coordinators))
         assert operator.map(cluster.range(0, 2, 1, 2), work, "a long").count() == 2
+
+
+def test_large_events_that_cross_each_other_do_not_deadlock(cluster, coordinators):
+    """A task sends events of a megabyte between those that it receives. Sockets have room for much less."""
+    count, size = 40, 1 << 20
+
+    class Replying(RecordingCoordinator):
+        def handle_event(self, evaluation, event):
+            for _ in range(4):
+                self.gateways[evaluation].send(event)
+
+    def work(gateway, batches):
+        payload = b"x" * size
+        for _ in range(2):
+            gateway.send(payload)
+        for received, event in enumerate(gateway.events(timeout=60), 1):
+            assert len(event) == size
+            if received == 4 * count:
+                break
+            if received % 4 == 0 and received + 4 < 4 * count:
+                gateway.send(payload)
+        yield batch_of(received)
+
+    with stagecrew.crew(cluster).topology("t") as topology:
+        operator = topology.coordinate("o", lambda context: Replying(context, coordinators))
+        rows = operator.map(cluster.range(0, 2, 1, 2), work, "a long").collect()
+    assert [row.a for row in rows] == [4 * count] * 2
+    assert coordinators[0].calls_named("failed") == []
+
+
+def test_a_task_that_does_not_read_delays_no_other_task_of_its_executor(cluster, coordinators, tmp_path):
+    """While a task computes, its events fill its socket. Requests of another task on the same executor go on."""
+
+    class Flooding(RecordingCoordinator):
+        def __init__(self, context, instances):
+            super().__init__(context, instances)
+            self.tasks = collections.Counter()
+            self.flooded = collections.defaultdict(Future)  # by executor
+
+        def handle_request(self, evaluation, request):
+            if request == "role":
+                self.tasks[evaluation.executor] += 1
+                return "computes" if self.tasks[evaluation.executor] == 1 else "requests"
+            return self.flooded[evaluation.executor] if request == "flooded" else request
+
+        def handle_event(self, evaluation, event):
+            for _ in range(1 if event == "begins" else 8):
+                self.gateways[evaluation].send(b"x" * (1 << 20))
+            if event == "computes":
+                self.flooded[evaluation.executor].set_result(True)
+
+    def work(gateway, batches):
+        done = tmp_path / f"done-{executor_pid()}"
+        if gateway.request("role") == "computes":
+            events = gateway.events(timeout=60)
+            gateway.send("begins")
+            next(events)
+            gateway.send("computes")
+            with contextlib.suppress(AssertionError):
+                eventually(done.exists, 15)
+            assert sum(len(next(events)) for _ in range(8)) == 8 << 20
+            yield batch_of(-1)
+        else:
+            assert gateway.request("flooded", timeout=60)
+            began = time.monotonic()
+            assert all(gateway.request(number) == number for number in range(100))
+            milliseconds = int(1000 * (time.monotonic() - began))
+            assert not done.exists()
+            done.touch()
+            yield batch_of(milliseconds)
+
+    eventually(lambda: len(executor_ids(cluster)) == 2, 60, "both executors are registered")
+    with stagecrew.crew(cluster).topology("t") as topology:
+        operator = topology.coordinate("o", lambda context: Flooding(context, coordinators))
+        began = time.monotonic()
+        rows = [row.a for row in operator.map(cluster.range(0, 4, 1, 4), work, "a long").collect()]
+        elapsed = time.monotonic() - began
+    assert coordinators[0].calls_named("failed") == []
+    assert list(coordinators[0].tasks.values()) == [2, 2]
+    assert rows.count(-1) == 2
+    assert max(rows) < 5000
+    assert elapsed < 12  # no task waited until another one read after 15 s
 
 
 def test_a_coordinator_and_a_task_that_flood_each_other_do_not_deadlock(cluster, coordinators):

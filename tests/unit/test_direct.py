@@ -258,13 +258,3 @@ def test_no_timer_is_left_for_an_executor_that_cannot_come_back(
         world.jvm.send("LOST", executor="1", reason="Spark removed it")
         eventually(lambda: world.host.named("lost"))
     assert timer.f is None
-
-
-def test_the_executor_is_told_how_many_messages_were_read(world: World) -> None:
-    """READ frames let the executor write without waiting. They come at the latest after 16 messages."""
-    world.connect()
-    for _ in range(40):
-        world.executor.send("FROM", executor="1", frames=REQUEST)
-    found: list[Any] = []
-    eventually(lambda: found.extend(world.executor.frames(0.05)) or (found and found[-1]["messages"] >= 32))
-    assert {frame.kind for frame in found} == {"READ"}

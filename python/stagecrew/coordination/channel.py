@@ -28,7 +28,7 @@ from stagecrew.coordination.route import DirectRoute, Route
 from stagecrew.errors import ChannelClosed, ChannelError
 from stagecrew.wire import hops
 from stagecrew.wire.channel import Channel
-from stagecrew.wire.frames import encode, encoded
+from stagecrew.wire.frames import encoded
 from stagecrew.wire.serialization import TOGETHER
 
 __all__ = ["DriverChannel"]
@@ -43,8 +43,6 @@ _BATCH: Final = 512
 #: evaluation is live, and the second while none is live. The second is also the longest wait for frames.
 _BUSY_WAIT: Final = 0.005
 _IDLE_WAIT: Final = 0.1
-#: The driver's JVM is notified at the latest after this many messages that they were read.
-_READ_BATCH: Final = 16
 #: The pause before the driver connects again to an executor that has closed a direct connection, in seconds.
 _RECONNECT_PAUSE: Final = 1.0
 #: How many lost executors are remembered.
@@ -86,8 +84,6 @@ class DriverChannel:
         self._count = 0
         self._sending = threading.Lock()
         self._sent = 0.0
-        #: The number of messages that were read, and the number that the JVM was last notified of.
-        self._read = self._reported_read = 0
         self._turns = 0
         self._reading = threading.Lock()
         #: Writing a byte to this pipe ends the reader's wait for frames.
@@ -133,7 +129,7 @@ class DriverChannel:
 
     def flush(self) -> None:
         """Sends the enqueued frames."""
-        while self._has_to_send and self._sending.acquire(blocking=False):
+        while self._count and self._sending.acquire(blocking=False):
             try:
                 with self._lock:
                     self._gather()
@@ -148,9 +144,6 @@ class DriverChannel:
                             frames += encoded("TO", executor=route, frames=part)
                     else:
                         self._write_direct(route, some)
-                if (read := self._read) != self._reported_read:
-                    self._reported_read = read
-                    frames.append(encode("READ", messages=read))
                 if frames:
                     self._channel.write(*frames)
             except ChannelClosed:
@@ -171,11 +164,6 @@ class DriverChannel:
         if direct.has_unsent != had_unsent and direct.fileno() in self._directs:
             self._poller.modify(direct.fileno(), select.POLLIN | (select.POLLOUT if direct.has_unsent else 0))
             self.wake()
-
-    @property
-    def _has_to_send(self) -> bool:
-        """Whether frames are enqueued, or the JVM must be notified of messages that were read."""
-        return self._count > 0 or self._read - self._reported_read >= _READ_BATCH
 
     def _gather(self) -> None:
         for gateway in self._dirty:
@@ -253,7 +241,7 @@ class DriverChannel:
         try:
             for frame in direct.receive():
                 self._handle(frame, direct)
-            if direct.has_unsent or direct.has_to_report:
+            if direct.has_unsent:
                 with self._sending:
                     self._write_direct(direct)
         except ChannelError as error:
@@ -326,7 +314,6 @@ class DriverChannel:
             _log.exception(
                 "could not handle a %s frame of executor %s; please report it", frame.kind, frame["executor"]
             )
-        self._read += direct is None
         if not was_busy and self.host.is_busy:
             self._attention.set()
 

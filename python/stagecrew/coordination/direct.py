@@ -13,15 +13,13 @@ from typing import Final
 
 from stagecrew.errors import ChannelClosed, ChannelError
 from stagecrew.wire.channel import Channel
-from stagecrew.wire.frames import Frame, encode
+from stagecrew.wire.frames import Frame
 
 __all__ = ["DirectConnection"]
 
 #: `write` waits only if more than this many bytes are unsent. An executor that then reads nothing is lost.
 _MAX_UNSENT: Final = 16 << 20
 _MAX_WAIT_MS: Final = 10_000
-#: The executor is notified at the latest after this many messages that they were read.
-_READ_BATCH: Final = 16
 
 
 class DirectConnection:
@@ -35,7 +33,6 @@ class DirectConnection:
             raise ChannelError(f"{place} is not the place file of executor {executor}")
         self.executor, self.place = executor, place
         self._unsent: collections.deque[bytes] = collections.deque()
-        self._read = self._reported_read = 0
 
     def fileno(self) -> int:
         """The socket's file descriptor."""
@@ -46,16 +43,8 @@ class DirectConnection:
         """Whether the executor has not read everything that was written."""
         return bool(self._unsent)
 
-    @property
-    def has_to_report(self) -> bool:
-        """Whether the executor must be notified of messages that were read."""
-        return self._read - self._reported_read >= _READ_BATCH
-
     def write(self, *frames: bytes) -> None:
         """Sends frames. Keeps those for which the socket has no room. Raises `ChannelClosed`."""
-        if (read := self._read) != self._reported_read:
-            self._reported_read = read
-            frames = (*frames, encode("READ", messages=read))
         self._unsent.extend(frames)
         self.write_unsent()
         if self._unsent and sum(map(len, self._unsent)) > _MAX_UNSENT:
@@ -81,9 +70,7 @@ class DirectConnection:
 
     def receive(self) -> list[Frame]:
         """The messages that have arrived. Raises `ChannelError`."""
-        frames = self._channel.receive()
-        self._read += len(frames)
-        return frames
+        return self._channel.receive()
 
     def shutdown(self) -> None:
         """Ends the connection, so that the reading thread gets `ChannelClosed`."""

@@ -111,7 +111,6 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "FROM": (96, (("executor", "s"), ("frames", "b"))),
     "TO": (97, (("executor", "s"), ("frames", "b"))),
     "LOST": (98, (("executor", "s"), ("reason", "s"))),
-    "READ": (99, (("messages", "q"),)),
     # Where the driver's Python connects directly, if it is on the executor's host.
     "NEAR": (101, (("executor", "s"), ("place", "s"))),
     "STATISTICS": (100, (("sequence", "q"), ("body", "s"))),

@@ -199,7 +199,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     workerSends(ready(2, 2), request(1, 1), request(2, 1), request(2, 2), request(1, 2))
     assert(takeKinds(sentToDriver) == List("READY", "REQUEST", "REQUEST"))
     assert(driver.kinds == List("READY", "REQUEST", "REQUEST"))
-    driver.send(Frames.encode("READ", 2L), reply(2, 1), reply(2, 2))
+    driver.send(reply(2, 1), reply(2, 2))
     eventually(assert(sentToWorker.size == 2))
     driverSends(reply(1, 1))
     assert(sentToWorker.map(_.long("evaluation")) == Seq(2, 2, 1))

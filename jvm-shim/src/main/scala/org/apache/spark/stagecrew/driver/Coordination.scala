@@ -11,16 +11,16 @@ import spark._, wire._
  * Python to executors. Coordination knows only the RPC endpoint of each executor. The evaluations and their states are
  * known only to Python.
  *
- * RPC threads never wait for Python (see `NonBlockingWriter`).
+ * RPC threads never wait for Python (see `LinkChannel`).
  */
 final class Coordination(settings: Settings, folder: () => File) extends LinkHandler {
   private val peers = new ConcurrentHashMap[String, Peer]()
   /** The NEAR message of each executor. Python gets it again when it reconnects. */
   private val near = new ConcurrentHashMap[String, Array[Byte]]()
   @volatile private var channels: Channels = _
-  /** The writer of each connection from Python. There is only one connection, except while Python reconnects. */
-  private val writers = new ConcurrentHashMap[Link, NonBlockingWriter]()
-  @volatile private var pythonWriter: NonBlockingWriter = _ // the writer of the last connection
+  /** The connections from Python. There is only one, except while Python reconnects. */
+  private val connections = ConcurrentHashMap.newKeySet[Link]()
+  @volatile private var python = Option.empty[Link] // the last connection
 
   /** The place file of the channel to the driver's Python. The first call creates the channel. */
   def place: Path = synchronized {
@@ -41,7 +41,7 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
         peers.put(executor, peer)
         near.put(executor, message)
       }
-      if (pythonWriter != null) pythonWriter.put(message)
+      python.foreach(_.write(message))
       if (from.isEmpty) Hops.allPassed("driver-written", Frames.decodeMessage(message).bytes("frames"))
     }
   })
@@ -49,21 +49,22 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
   def lost(executor: String, reason: String): Unit = {
     peers.remove(executor)
     near.remove(executor)
-    if (pythonWriter != null) pythonWriter.put(Frames.encode("LOST", executor, reason))
+    python.foreach(_.send("LOST", executor, reason))
   }
 
   // -- From Python (its link's thread)
 
   override def connected(link: Link): Unit = {
-    writers.keySet.forEach(disconnected(_))
-    val writer = new NonBlockingWriter(link.write)
-    writers.put(link, writer)
-    pythonWriter = writer
-    near.values.forEach(writer.put(_))
+    connections.forEach { before =>
+      disconnected(before)
+      before.close()
+    }
+    connections.add(link)
+    python = Some(link)
+    near.values.forEach(link.write(_))
   }
 
   override def received(link: Link, frame: Frame): Unit = frame.kind match {
-    case "READ" => Option(writers.get(link)).foreach(_.wasRead(frame.long("messages")))
     // An executor without a peer is lost.
     case "TO" =>
       Hops.allPassed("driver-reads", frame.bytes("frames"))
@@ -73,14 +74,12 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
   }
 
   /** Notifies the executors, so that their tasks stop waiting for coordinators. A second call does nothing. */
-  override def disconnected(link: Link): Unit = Option(writers.remove(link)).foreach { writer =>
-    writer.close()
+  override def disconnected(link: Link): Unit = if (connections.remove(link)) {
     peers.values.forEach(_.send(Frames.encode("LOST", "driver", "the driver lost its connection to the coordinators")))
   }
 
   def close(): Unit = synchronized {
     Log.contained("stopping the endpoint of the coordination")(Rpc.stopEndpoint(endpoint))
-    writers.values.forEach(_.close())
     if (channels != null) channels.close()
   }
 }

@@ -37,8 +37,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
 
   /** Serves the link of the driver's Python until it ends. `message` makes a message to the driver of frames. */
   def serveDriver(link: Link, limit: Int, message: Array[Byte] => Array[Byte]): Unit = {
-    val writer = new NonBlockingWriter(link.write)
-    val route = Route(frames => writer.put(message(frames)))
+    val route = Route(frames => link.write(message(frames)))
     val before = synchronized {
       val before = direct
       direct = Some(link -> route)
@@ -49,11 +48,9 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
     try while (true) {
       val frame = link.readBytes(limit)
       Hops.passed("executor-receives", frame)
-      if (Frames.nameOf(frame) == "READ") writer.wasRead(Frames.decode(ByteBuffer.wrap(frame)).long("messages"))
-      else onDriverFrame(frame, replies)
+      onDriverFrame(frame, replies)
       if (!link.hasMore) replies.flush()
     } finally {
-      writer.close()
       synchronized(if (isDirect(link)) direct = None)
       end(_.route eq route, "failed", "the executor lost its connection to the coordinators")
     }

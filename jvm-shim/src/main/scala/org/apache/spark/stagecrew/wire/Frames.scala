@@ -70,7 +70,6 @@ object Frames {
     Kind("FROM", 96, "executor" -> 's', "frames" -> 'b'),
     Kind("TO", 97, "executor" -> 's', "frames" -> 'b'),
     Kind("LOST", 98, "executor" -> 's', "reason" -> 's'),
-    Kind("READ", 99, "messages" -> 'q'),
     Kind("NEAR", 101, "executor" -> 's', "place" -> 's'),
     Kind("STATISTICS", 100, "sequence" -> 'q', "body" -> 's'))
 
