@@ -8,14 +8,14 @@ import java.nio.channels.SocketChannel
 import java.util.ArrayDeque
 
 /**
- * A socket that one thread reads, and that all threads write. A read waits for bytes. A write never waits: the reading
- * thread sends what the socket had no room for, as soon as it has room.
+ * A socket that one thread reads, and that all threads write. A read waits for bytes. A write never waits: if the
+ * socket has no room, the reading thread sends the rest as soon as it has.
  *
  * If writes waited, a Python process that does not read would stop the thread that serves all processes of an executor.
  * And two sides that both write would wait for each other. Unix sockets have room for about 200 kB only.
  *
- * The unsent bytes are bounded by what the process may not have handled yet: its credit for events, and its window of
- * requests.
+ * The unsent bytes are bounded, because a process has credit for a limited number of events, and may have a limited
+ * number of messages that are not handled.
  */
 final class LinkChannel(val socket: SocketChannel) extends ByteChannel {
   import LinkChannel._
