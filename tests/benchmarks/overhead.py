@@ -1,4 +1,4 @@
-"""Measures what the plugin costs tasks that do not need it: short tasks, sampling, and the tab of the Spark UI."""
+"""Measures the cost of the plugin for tasks that do not need it: short tasks, sampling, and the tab of the Spark UI."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ except BaseException as error:
 def test_a_lost_jvm_of_the_driver_ends_direct_connections(tmp_path: Path, journal: Journal) -> None:
     """When the driver's JVM is killed, the topology fails, workers and executors end, and no request is handled twice.
 
-    Without the driver's JVM, nothing can tell the driver's Python which executors still belong to the application.
+    Without the driver's JVM, the driver's Python cannot know which executors still belong to the application.
     """
     with driver_script(tmp_path, journal, "", SCRIPT) as driver:
         for partition in range(2):

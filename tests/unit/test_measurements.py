@@ -32,7 +32,7 @@ def test_a_ratio_is_that_of_single_rounds() -> None:
 
 
 def test_the_interval_contains_the_ratio_and_narrows_with_more_rounds() -> None:
-    """The 95 % interval contains the median, lies in the range, and is narrower with more rounds."""
+    """The 95 % interval contains the median, is within the range, and is narrower with more rounds."""
     few = Measurement("m", "", [1.0, 1.1, 1.2, 0.9, 0.8], "peer", [1.0] * 5)
     many = Measurement("m", "", few.ours * 20, "peer", [1.0] * 100)
     for one in (few, many):
