@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
@@ -25,19 +26,27 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SCRIPT = """
 import itertools
-from pyspark import TaskContext
+from concurrent.futures import Future
 from stagecrew.coordination.direct import DirectConnection
 class Echo(stagecrew.Coordinator):
+    def __init__(self, context):
+        super().__init__(context)
+        self.waiting = []
     def ready(self, evaluation, gateway):
         journal.write(event="ready", direct=isinstance(gateway.route, DirectConnection))
     def handle_request(self, evaluation, request):
+        if request == "both run":
+            self.waiting.append(Future())
+            if len(self.waiting) == 2:
+                [one.set_result(None) for one in self.waiting]
+            return self.waiting[-1]
         journal.write(event="request", partition=evaluation.partition, number=request)
         return request
     def failed(self, evaluation, reason):
         journal.write(event="failed", reason=reason)
 def work(gateway, batches):
+    gateway.request("both run")  # so each executor runs one of them
     if not LAST:
-        time.sleep(0.2)  # each executor runs one of the two tasks
         return
     journal.write(event="worker")
     for number in itertools.count():
@@ -89,17 +98,25 @@ def test_a_lost_jvm_of_the_driver_ends_direct_connections(tmp_path: Path, journa
 
 
 def have_direct_routes(spark):
-    """Runs four tasks on the four slots. Returns whether each has a direct route."""
+    """Runs four tasks on the four slots at the same time. Returns whether each has a direct route."""
     coordinators: list[RecordingCoordinator] = []
     routes = []
+    waiting: list[Future] = []
 
     class Routes(RecordingCoordinator):
         def ready(self, evaluation, gateway):
             routes.append(gateway.route)
             super().ready(evaluation, gateway)
 
+        def handle_request(self, evaluation, request):
+            waiting.append(Future())
+            if len(waiting) == 4:
+                for one in waiting:
+                    one.set_result(None)
+            return waiting[-1]
+
     def work(gateway, batches):
-        time.sleep(0.2)
+        gateway.request("all run")
         yield batch_of(1)
 
     with stagecrew.crew(spark).topology("early") as topology:
@@ -126,7 +143,6 @@ def test_a_lost_executor_that_continues_is_fenced(sessions: Sessions) -> None:
     )
 
     def work(gateway, batches):
-        time.sleep(0.2)  # each executor runs some of the tasks
         gateway.send(executor_pid())
         sender = threading.Thread(target=send_all, args=(gateway,), daemon=True)
         sender.start()
@@ -136,7 +152,7 @@ def test_a_lost_executor_that_continues_is_fenced(sessions: Sessions) -> None:
     def send_all(gateway):
         for number in range(60_000):
             gateway.send(number)
-            time.sleep(0.001)
+            time.sleep(0.001)  # so that it still sends when the executor continues
 
     coordinators: list[RecordingCoordinator] = []
     outcome = []

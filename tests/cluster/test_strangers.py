@@ -118,11 +118,9 @@ if WITH_STAGECREW:
     stagecrew.configure(builder, listeners=[NoOp()])
 began = time.monotonic()
 spark = builder.getOrCreate()
-jobs = 0
-while jobs < 3:
+for number in range(1, 4):
     assert spark.sparkContext.parallelize(range(TASKS), TASKS).map(lambda n: n * n).sum() == sum(n * n for n in range(TASKS))
-    jobs += 1
-    journal.write(event="job", seconds=time.monotonic() - began, number=jobs)
+    journal.write(event="job", seconds=time.monotonic() - began, number=number)
 spark.stop()
 """
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,7 @@ def terminate(process: subprocess.Popen[Any], seconds: float = 10) -> None:
 
 def is_alive(pid: int) -> bool:
     """Returns whether a process exists and is not a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the process ended before or during the read
-        return False
+    return _state(Path(f"/proc/{pid}/stat")) not in ("Z", "")
 
 
 def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
@@ -59,10 +54,17 @@ def stop(pid: int) -> None:
     Threads may run for a few milliseconds after the signal was sent: long enough to handle a message.
     """
     os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: set(_thread_states(pid)) == {"T"}, 10, f"all threads of process {pid} have stopped")
+    threads = Path(f"/proc/{pid}/task")
+    eventually(
+        lambda: {state for stat in threads.glob("*/stat") if (state := _state(stat))} == {"T"},
+        10,
+        f"all threads of process {pid} have stopped",
+    )
 
 
-def _thread_states(pid: int) -> Iterator[str]:
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            yield stat.read_text().rsplit(")", 1)[1].split()[0]
+def _state(stat: Path) -> str:
+    """Returns the state letter of a process or thread, or "" if it ended before or during the read."""
+    try:
+        return stat.read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

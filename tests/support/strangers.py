@@ -17,7 +17,7 @@ import psutil
 
 from support.processes import terminate
 
-__all__ = ["NOBODY", "Strangers", "as_nobody", "files_of"]
+__all__ = ["BECOME_NOBODY", "NOBODY", "Strangers", "as_nobody", "files_of"]
 
 #: The user id of `nobody`.
 NOBODY: Final = 65534

@@ -25,6 +25,7 @@ from stagecrew.wire.frames import encode, encoded
 from stagecrew.wire.handshake import proof
 from stagecrew.wire.place import Place
 from support.fake_channel import TOKEN, FakeServer, write_place
+from support.strangers import BECOME_NOBODY, as_nobody
 
 
 @pytest.fixture
@@ -260,13 +261,7 @@ def test_a_place_file_of_another_user_is_not_used(tmp_path):
     os.chown(place, 12345, -1)
     os.chown(os.path.dirname(place), 65534, -1)
     # The process changes its user after its imports: the other user may be unable to read the checkout.
-    script = f"""
-import os
-from stagecrew.wire.place import Place
-os.setgroups([])
-os.setuid(65534)
-Place.read({place!r})
-"""
+    script = f"from stagecrew.wire.place import Place\n{BECOME_NOBODY}\nPlace.read({place!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
     assert "Permission denied" in done.stderr
@@ -276,9 +271,7 @@ Place.read({place!r})
 def test_a_socket_of_another_user_gets_nothing(tmp_path):
     """If a process of another user serves the socket, the client sends nothing, not even a nonce."""
     script = """
-import os, socket, sys
 listening = socket.socket(socket.AF_UNIX)
-os.setuid(65534)
 listening.bind(sys.argv[1])
 listening.listen()
 print("listening", flush=True)
@@ -290,7 +283,7 @@ print(repr(listening.accept()[0].recv(100)), flush=True)
     for folder in (tmp_path, *tmp_path.parents[:-2]):
         folder.chmod(0o755)
     path = str(open_to_all / "s")
-    with subprocess.Popen([sys.executable, "-c", script, path], stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(as_nobody(script, path), stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "listening\n"
         place = write_place(tmp_path / "place", path=path)
         with pytest.raises(ChannelError, match="a process of user 65534 serves .*, not one of user 0"):

@@ -4,6 +4,7 @@ package driver
 import java.io.File
 import java.nio.file.Path
 import java.util.concurrent.ConcurrentHashMap
+import java.util.concurrent.atomic.AtomicReference
 import spark._, wire._
 
 /**
@@ -18,9 +19,8 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
   /** The NEAR message of each executor. Python gets it again when it reconnects. */
   private val near = new ConcurrentHashMap[String, Array[Byte]]()
   @volatile private var channels: Channels = _
-  /** The connections from Python. There is only one, except while Python reconnects. */
-  private val connections = ConcurrentHashMap.newKeySet[Link]()
-  @volatile private var python = Option.empty[Link] // the last connection
+  /** The last connection from Python, or null while there is none. */
+  private val python = new AtomicReference[Link]
 
   /** The place file of the channel to the driver's Python. The first call creates the channel. */
   def place: Path = synchronized {
@@ -41,7 +41,7 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
         peers.put(executor, peer)
         near.put(executor, message)
       }
-      python.foreach(_.write(message))
+      Option(python.get).foreach(_.write(message))
       if (from.isEmpty) Hops.allPassed("driver-written", Frames.decodeMessage(message).bytes("frames"))
     }
   })
@@ -49,18 +49,17 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
   def lost(executor: String, reason: String): Unit = {
     peers.remove(executor)
     near.remove(executor)
-    python.foreach(_.send("LOST", executor, reason))
+    Option(python.get).foreach(_.send("LOST", executor, reason))
   }
 
   // -- From Python (its link's thread)
 
   override def connected(link: Link): Unit = {
-    connections.forEach { before =>
+    Option(python.get).foreach { before =>
       disconnected(before)
       before.close()
     }
-    connections.add(link)
-    python = Some(link)
+    python.set(link)
     near.values.forEach(link.write(_))
   }
 
@@ -74,7 +73,7 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
   }
 
   /** Notifies the executors, so that their tasks stop waiting for coordinators. A second call does nothing. */
-  override def disconnected(link: Link): Unit = if (connections.remove(link)) {
+  override def disconnected(link: Link): Unit = if (python.compareAndSet(link, null)) {
     peers.values.forEach(_.send(Frames.encode("LOST", "driver", "the driver lost its connection to the coordinators")))
   }
 
