@@ -1,4 +1,4 @@
-"""Sinks, commit logs and helper functions that the tests of commits share."""
+"""Sinks, commit logs and helper functions that several tests of commits use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.commit_trials import SCHEMA, SinkWrapper
 
 
 def trials_in(make, tmp_path):
-    """Returns a function that creates a trial in a new folder with the given name."""
+    """Returns `make_trial(name)`, which creates a trial in a new folder with this name in `tmp_path`."""
 
     def make_trial(name):
         (tmp_path / name).mkdir()
@@ -22,25 +22,25 @@ class RefusingSink(SinkWrapper):
     """A sink whose `commit` always raises CommitConflict."""
 
     def commit(self, staging, messages):
-        raise CommitConflict("never")
+        raise CommitConflict("this sink refuses every commit")
 
 
-class StepBefore(SinkWrapper):
-    """A sink that runs a function before the first call of a method: `StepBefore(sink, commit=function)`."""
+class CallsBefore(SinkWrapper):
+    """A sink that calls a function once, before a method is first used: `CallsBefore(sink, commit=function)`."""
 
-    def __init__(self, sink, **steps):
+    def __init__(self, sink, **functions):
         super().__init__(sink)
-        self._steps = steps
+        self._functions = functions
 
     def __getattr__(self, name):
-        method, step = getattr(self._sink, name), self._steps.pop(name, None)
+        method, function = getattr(self._sink, name), self._functions.pop(name, None)
 
-        def step_then_call(*args):
-            if step is not None:
-                step()
+        def call_both(*args):
+            if function is not None:
+                function()
             return method(*args)
 
-        return method if step is None else step_then_call
+        return method if function is None else call_both
 
 
 class FailingLog:
@@ -56,12 +56,15 @@ class FailingLog:
 
 
 def commit_and_restore_old_log(trial, tasks):
-    """Commits, then replaces the log with a copy taken before the decision. Returns the visible rows and the state."""
+    """Commits. Then replaces the commit log with a copy from before the record of the decision was written.
+
+    Returns the visible rows, and everything that exists in the sink (`trial.state()`).
+    """
     copy = MemoryCommitLog()
 
     def run(staging):
         version, record = trial.commit_log.read("c")
-        for number in range(version):
+        for number in range(version):  # the copy gets the log's version number
             copy.write("c", record, number)
         return tasks.run(trial.make_sink(), staging)
 

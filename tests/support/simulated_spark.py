@@ -1,8 +1,14 @@
-"""Simulates Spark and the threads of one driver process. All of stagecrew's own code in the driver and tasks is real.
+"""Simulates Spark and the threads of one driver process.
 
-Threads run one at a time, in an order that the seed determines. A process can be killed at its *points*, which are
-counted from 1. They are before and after each store write, bind, message from a task, event or reply to a task, call of
-a sink, and write of a stream's log or result.
+Stagecrew's own Python code in the driver and in tasks is real, except its threads, its connections and the driver's JVM.
+
+Threads run one at a time, in an order that the seed determines. A process can be killed at numbered *points*, beginning
+with 1. There is one point before and one point after each of these:
+
+- a write to the store, and a write to the program's table of results
+- a bind, and a call of a sink
+- a message from a task (except CREDIT and ASK_HANDLED), and a frame to a task
+- the end of a stream's batch in Spark's log
 """
 
 import contextlib
@@ -27,50 +33,54 @@ from stagecrew.wire.frames import decode_all, encode
 from stagecrew.worker import evaluations, task_gateway
 from support.simulated_jobs import Killed
 
-#: The state of the current thread: its turn (a lock), its task, and its local properties in Spark.
-HERE = threading.local()
+#: The state of the current thread: the lock that it waits for until its turn, its task, and its local properties.
+CURRENT = threading.local()
 TYPES = {"long": LongType(), "string": StringType()}
 
 
 class ThreadScheduler:
-    """Runs the threads of one process, one at a time. At point number `kill`, all of them end."""
+    """Runs the threads of one process, one at a time.
 
-    def __init__(self, seed, kill=None):
-        self.random, self.kill = random.Random(seed), kill
+    At point number `kill_at`, the process dies: each thread raises `Killed`, at the latest at its next turn.
+    """
+
+    def __init__(self, seed, kill_at=None):
+        self.random, self.kill_at = random.Random(seed), kill_at
         self.points = []  # the names of all points so far
         self.dead = False
-        self.ready = [_held_lock()]  # for each thread that can run, the lock that it waits for until its turn
-        HERE.turn = self.ready[0]
+        self.ready = [_held_lock()]  # one lock for each thread that can run
+        CURRENT.turn = self.ready[0]
 
     def point(self, what, *, switches=True):
         """Marks a point, at which the process can be killed, or switch to another of its threads."""
         if not self.dead:
             self.points.append(what)
-            self.dead = len(self.points) == self.kill
+            self.dead = len(self.points) == self.kill_at
         if self.dead:
             raise Killed
-        if switches and len(self.ready) > 1 and (other := self.random.choice(self.ready)) is not HERE.turn:
+        if switches and len(self.ready) > 1 and (other := self.random.choice(self.ready)) is not CURRENT.turn:
             other.release()
-            HERE.turn.acquire()
+            CURRENT.turn.acquire()
             if self.dead:
                 raise Killed
 
     def run_threads(self, calls):
         """Runs each call in a thread of its own, and returns the results in the order of the calls.
 
-        If calls have failed, raises the error of the first of them in this order, once all calls have ended.
+        Waits until all calls have ended. If some failed, raises the error of the one that is first in `calls`. Raises
+        `Killed` if the process was killed.
         """
-        own_turn, found = HERE.turn, {}
+        own_turn, outcomes = CURRENT.turn, {}
 
         def run(number, turn):
-            HERE.turn, HERE.properties = turn, {}
+            CURRENT.turn, CURRENT.properties = turn, {}
             turn.acquire()
             try:
-                found[number] = (calls[number](), None)
+                outcomes[number] = (calls[number](), None)
             except BaseException as error:
-                found[number] = (None, error)
+                outcomes[number] = (None, error)
             self.ready.remove(turn)
-            if len(found) == len(calls):
+            if len(outcomes) == len(calls):
                 self.ready.append(own_turn)
             self.random.choice(self.ready).release()
 
@@ -83,10 +93,10 @@ class ThreadScheduler:
         own_turn.acquire()
         if self.dead:
             raise Killed
-        for _, (_, error) in sorted(found.items()):
+        for _, (_, error) in sorted(outcomes.items()):
             if error is not None:
                 raise error
-        return [result for _, (result, _) in sorted(found.items())]
+        return [result for _, (result, _) in sorted(outcomes.items())]
 
 
 def _held_lock():
@@ -97,9 +107,9 @@ def _held_lock():
 
 
 class Executor:
-    """The only executor. It is both the connection of its tasks to the driver and the driver's connection to the tasks.
+    """Simulates the only executor. It connects the tasks and the driver, and runs the driver's threads.
 
-    Coordinators run while a task waits.
+    Coordinators run while a task or the driver waits, and after each `collect`.
     """
 
     is_broken = False
@@ -124,15 +134,16 @@ class Executor:
 
     def send(self, frames):
         kinds = " ".join(frame.kind for frame in decode_all(frames) if frame.kind not in ("CREDIT", "ASK_HANDLED"))
-        if not kinds or self.scheduler.dead:  # generators can be closed after their process was killed
+        # The simulated driver needs no CREDIT and ASK_HANDLED. A generator can be closed after its process was killed.
+        if not kinds or self.scheduler.dead:
             return
         self.scheduler.point(f"before {kinds}")
         self.host.received("1", frames)
         self.scheduler.point(f"after {kinds}")
 
-    def wait(self, found, seconds):
+    def wait(self, find, seconds):
         self.run()
-        if (result := found()) is None:
+        if (result := find()) is None:
             raise AssertionError("this task is waiting for a frame that never arrives")
         return result
 
@@ -169,9 +180,9 @@ class Executor:
 
 
 class Dataset:
-    """A DataFrame. Each action computes the partitions again with `make(number)`.
+    """Simulates a DataFrame. Each action computes the partitions again with `make(number)`.
 
-    `collect` without a limit computes them in concurrent tasks.
+    `collect` without a limit computes several partitions in concurrent tasks, and otherwise one after the other.
     """
 
     def __init__(self, spark, count, make, schema):
@@ -179,7 +190,7 @@ class Dataset:
         pairs = [field.split() for field in schema.split(",")]
         self.schema = StructType([StructField(name, TYPES[type_]) for name, type_ in pairs])
 
-    def withColumn(self, name, _):
+    def withColumn(self, name, _):  # only for `spark_partition_id()`; the schema stays as it is
         def make(number):
             for batch in self.make(number):
                 yield batch.append_column(name, pa.array([number] * batch.num_rows, pa.int32()))
@@ -206,7 +217,7 @@ class Dataset:
         return [Row(**row) for part in parts for row in part]
 
     def _task(self, number, limit=None):
-        HERE.task = Task(number, next(self.spark.attempts))
+        CURRENT.task = Task(number, next(self.spark.attempts))
         rows = []
         for batch in (batches := self.make(number)):
             rows += batch.to_pylist()
@@ -217,7 +228,7 @@ class Dataset:
 
 
 class Task:
-    """A TaskContext."""
+    """Simulates a TaskContext."""
 
     def __init__(self, partition, attempt):
         self.partitionId, self.taskAttemptId = (lambda: partition), (lambda: attempt)
@@ -226,7 +237,7 @@ class Task:
 
 
 class Facade:
-    """The driver's JVM. It responds as if no task of a closing topology were running."""
+    """Simulates the driver's JVM. It responds as if no task of a closing topology were running."""
 
     def __getattr__(self, name):
         responses = {"closeTimeoutMs": 1000, "activity": "{}", "report": '{"topologies": []}', "awaitEnd": True}
@@ -234,7 +245,10 @@ class Facade:
 
 
 class Spark:
-    """The SparkContext and the SparkSession of one process. `log` maps each stream to the number of its last batch."""
+    """Simulates the SparkContext and the SparkSession of one process.
+
+    `log` is Spark's log of streams: it maps the name of a stream to the number of its last completed batch.
+    """
 
     master, environment, _python_includes, _jsc = "local[2]", {}, (), True
 
@@ -248,10 +262,10 @@ class Spark:
         return {}
 
     def getLocalProperty(self, key):
-        return HERE.properties.get(key)
+        return CURRENT.properties.get(key)
 
     def setLocalProperty(self, key, value):
-        HERE.properties[key] = value
+        CURRENT.properties[key] = value
 
     def addJobTag(self, tag):
         pass
@@ -272,11 +286,11 @@ class Spark:
         return Dataset(self, partitions, make, "v long")
 
     def stream(self, name, batches, f):
-        """Runs a streaming query with `foreachBatch` to its end. It starts after the last batch in Spark's log."""
-        properties = dict(HERE.properties)
+        """Runs a streaming query with `foreachBatch` to its end. It starts after the last completed batch in `log`."""
+        properties = dict(CURRENT.properties)
 
         def run():
-            HERE.properties = properties
+            CURRENT.properties = properties
             for number in range(self.log.get(name, -1) + 1, batches):
                 f(number)
                 self.scheduler.point("before Spark's log")
@@ -289,7 +303,7 @@ class Spark:
 @contextlib.contextmanager
 def process(scheduler, log, coordinators):
     """Simulates a driver process with a Spark session. Yields the crew."""
-    HERE.properties = {}
+    CURRENT.properties = {}
     spark = Spark(scheduler, log)
     bound = Operator.bound
 
@@ -304,7 +318,7 @@ def process(scheduler, log, coordinators):
             (SparkContext, "_active_spark_context", spark),
             (SparkSession, "getActiveSession", lambda: spark),
             (functions, "spark_partition_id", lambda: None),
-            (TaskContext, "get", lambda: HERE.task),
+            (TaskContext, "get", lambda: CURRENT.task),
             (evaluations, "connected", lambda _: spark.executor),
             (task_gateway, "_FLUSH_DELAY", -1.0),  # the gateway sends messages immediately, not in a thread
             (operators, "Threads", lambda: spark.executor.threads),

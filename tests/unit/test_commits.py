@@ -25,7 +25,7 @@ from support.commit_schedules import (
     rows_appear_at_once,
 )
 from support.commit_trials import SCHEMA, Driver, Tasks, moments_without_faults
-from support.commits import FailingLog, StepBefore, trials_in
+from support.commits import CallsBefore, FailingLog, trials_in
 from support.local_sinks import SINKS, appended, iceberg, like_hdfs, objects, parquet, sqlite
 
 LONG = [pytest.param(make, marks=pytest.mark.long) for make in (appended, objects, iceberg)]
@@ -228,7 +228,7 @@ def test_a_refusal_is_final_although_the_table_accepts_the_rows_again(tmp_path):
 
     killed = FailingLog(trial.commit_log, CommitUnknown("it was killed"), "refused", "applied")
 
-    class Watching(StepBefore):
+    class Watching(CallsBefore):
         def done(self, commit_id):
             is_done = self._sink.done(commit_id)
             if trial.commit_log.read("c") and not outcome:

@@ -14,7 +14,7 @@ import pytest
 from stagecrew.errors import CommitFailed, CommitPending, CommitUnknown
 from stagecrew.operators.commits import abandon, commit, resume
 from support.commit_trials import SCHEMA, SEED, Driver, Killed, SinkWrapper, Tasks, moments_without_faults
-from support.commits import FailingLog, StepBefore, commit_and_restore_old_log, trials_in
+from support.commits import CallsBefore, FailingLog, commit_and_restore_old_log, trials_in
 from support.local_sinks import files, iceberg
 
 
@@ -169,7 +169,7 @@ def test_iceberg_never_deletes_visible_files_on_a_refusal(tmp_path, release_afte
         released.set()
         other.join(30)
 
-    class ReleasingSink(StepBefore):
+    class ReleasingSink(CallsBefore):
         """Lets the other driver continue after the first driver calls `done`, or after it calls `discard`."""
 
         def done(self, commit_id):

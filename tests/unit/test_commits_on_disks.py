@@ -16,7 +16,7 @@ from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
 from stagecrew.operators.commits import commit
 from stagecrew.operators.sinks import ParquetSink
 from support.commit_trials import SCHEMA, Driver, Tasks
-from support.commits import RefusingSink, StepBefore
+from support.commits import CallsBefore, RefusingSink
 from support.local_sinks import remount, small_disk, sqlite
 
 
@@ -127,9 +127,10 @@ def test_a_refusal_that_cannot_be_written_is_pending(tmp_path, monkeypatch):
     """If a refusal cannot be recorded, the commit stays decided. The staged rows stay, and a repeat completes it."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
     accepting = trial.make_sink()
-    refusing = StepBefore(RefusingSink(accepting), commit=lambda: DiskFault(monkeypatch, "open", 1, errno.ENOSPC))
+    refusing = CallsBefore(RefusingSink(accepting), commit=lambda: DiskFault(monkeypatch, "open", 1, errno.ENOSPC))
     with pytest.raises(
-        CommitPending, match="the sink refuses it: never. The refusal could not be recorded.*No space left"
+        CommitPending,
+        match="the sink refuses it: this sink refuses every commit. The refusal could not be recorded.*No space left",
     ):
         commit(refusing, trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(accepting, staging))
     assert trial.leftovers() != []

@@ -18,7 +18,7 @@ from stagecrew.operators.sinks import ObjectSink, ParquetSink
 from stagecrew.operators.sinks import parquet as parquet_module
 from support.commit_schedules import late_task_at_each_moment
 from support.commit_trials import SCHEMA, Driver, Tasks
-from support.commits import StepBefore, trials_in
+from support.commits import CallsBefore, trials_in
 from support.local_sinks import SINKS, files, like_hdfs, parquet
 
 
@@ -112,7 +112,7 @@ def test_a_refused_folder_is_never_visible_in_part(tmp_path, monkeypatch, filesy
     monkeypatch.setattr(parquet_module, "remove_folder", remove_slowly)
     with pytest.raises(CommitConflict):
         commit(
-            StepBefore(trial.make_sink(), commit=start_other), trial.commit_log, "c", SCHEMA,
+            CallsBefore(trial.make_sink(), commit=start_other), trial.commit_log, "c", SCHEMA,
             lambda staging: tasks.run(trial.make_sink(), staging), sleep=lambda _: None,
         )  # fmt: skip
     assert not other.is_alive()

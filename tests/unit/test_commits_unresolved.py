@@ -125,7 +125,8 @@ def test_a_refusal_by_a_driver_without_a_session_is_pending(trial):
     tasks = Tasks(1)
     lost = FailingLog(trial.commit_log, CommitSuperseded("the session is lost"), "refused")
     with pytest.raises(
-        CommitPending, match="the sink refuses it: never. The refusal could not be recorded: the session"
+        CommitPending,
+        match="the sink refuses it: this sink refuses every commit. The refusal could not be recorded: the session",
     ):
         commit(
             RefusingSink(trial.make_sink()), lost, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging)

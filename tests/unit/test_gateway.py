@@ -1,4 +1,4 @@
-"""The driver's gateway: `send`, and the futures that `send_acknowledged` and `close` return."""
+"""A coordinator's gateway to one evaluation: `send`, the futures of `send_acknowledged`, `close` and `hold`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 import pytest
 from pyspark import cloudpickle
 
-from stagecrew.coordination import gateway as module
+from stagecrew.coordination import gateway as gateway_module
 from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.outbox import Outbox
@@ -25,20 +25,23 @@ def gateway():
     return Gateway(EVALUATION, 1 << 20, lambda: 30.0, lambda dirty: dirty.take())
 
 
-@pytest.mark.parametrize("observed", ["before", "after"])
+@pytest.mark.parametrize("callback_added", ["before", "after"])
 @pytest.mark.parametrize("ends", [False, True])
-def test_send_acknowledged_returns_a_future(gateway, ends, observed):
-    """`send_acknowledged` returns a future with the right state, outcome and callbacks, registered before or after."""
+def test_send_acknowledged_returns_a_future(gateway, ends, callback_added):
+    """When an event is acknowledged, or its evaluation ends, its future completes: with None, or `EvaluationEnded`.
+
+    A callback is called whether it was added before or after that.
+    """
     future = gateway.send_acknowledged("x")
     called = []
-    if observed == "before":
+    if callback_added == "before":
         assert not future.done()
         future.add_done_callback(called.append)
     if ends:
         gateway.end("killed")
     else:
         gateway.acknowledge(1)
-    if observed == "after":
+    if callback_added == "after":
         future.add_done_callback(called.append)
     assert type(future) is Future
     assert future.done()
@@ -61,7 +64,7 @@ def test_send_returns_none_and_makes_no_future(gateway, monkeypatch):
     def fail():
         raise AssertionError("send made a future")
 
-    monkeypatch.setattr(module, "Future", fail)
+    monkeypatch.setattr(gateway_module, "Future", fail)
     assert gateway.send("x") is None
     assert gateway.sent == 1
     assert gateway.due == 30.0
@@ -109,8 +112,8 @@ def test_a_callback_that_raises_is_logged(gateway, ends, error, caplog):
     assert second.done()
 
 
-def test_a_future_that_its_receiver_completed(gateway, caplog):
-    """If a receiver completes a future itself, an error is logged, and the futures of other events still complete."""
+def test_a_future_that_the_user_completed(gateway, caplog):
+    """If user code completes a future itself, an error is logged, and the futures of other events still complete."""
     first, second = gateway.send_acknowledged("a"), gateway.send_acknowledged("b")
     first.set_result(None)
     gateway.acknowledge(2)
@@ -129,37 +132,40 @@ def test_a_future_cannot_be_pickled(gateway, is_done):
             dumps(future)
 
 
-def test_a_hold_covers_events_of_send_and_of_send_acknowledged():
-    """The future of a hold completes when the last event before the hold is acknowledged, after this event's future."""
+def test_a_hold_waits_for_events_with_and_without_futures():
+    """`hold` returns a future that completes when the last earlier event is acknowledged.
+
+    If that event has a future too, that one completes first.
+    """
     outbox = Outbox()
-    assert outbox.hold() is None, "nothing was sent"
+    assert outbox.hold() is None  # nothing was sent, so there is nothing to wait for
     outbox.release(1.0)
     acknowledged: Future[None] = Future()
     outbox.add(b"a", 1.0)
     outbox.add(b"b", 1.0, acknowledged)
-    cut = outbox.hold()
-    assert cut is not None
+    held = outbox.hold()
+    assert held is not None
     outbox.add(b"held back", 1.0)
     assert outbox.take() == (1, [b"a", b"b"])
     assert outbox.take() is None
     assert outbox.acknowledge(1) == []
-    assert outbox.acknowledge(3) == [acknowledged, cut], "3 is not sent yet"
+    assert outbox.acknowledge(3) == [acknowledged, held]  # 3 is not sent yet: this acknowledges 1 and 2
     outbox.release(2.0)
     assert outbox.take() == (3, [b"held back"])
     assert (outbox.unacknowledged, outbox.deadline) == (1, 2.0)
     assert outbox.acknowledge(3) == []
-    assert outbox.hold() is None, "everything is acknowledged"
+    assert outbox.hold() is None  # everything is acknowledged
 
 
 def test_the_end_of_an_evaluation_fails_every_future(gateway):
     """When an evaluation ends, the futures of a hold, of earlier events and of held-back events all fail."""
     before = gateway.send_acknowledged("before")
     gateway.send("no future")
-    cut = gateway.hold()
+    held = gateway.hold()
     after = gateway.send_acknowledged("after")
     gateway.end("killed")
     gateway.end("a second reason")
-    for future in (before, cut, after):
+    for future in (before, held, after):
         with pytest.raises(EvaluationEnded, match="has ended: killed"):
             future.result(0)
     assert gateway.take() is None

@@ -18,7 +18,7 @@ class Holder:
     inner = Pool()
 
 @stagecrew.resource
-def takes(context, dsn): yield dsn
+def needs_dsn(context, dsn): yield dsn
 
 @stagecrew.resource
 def orders(context): yield 1
@@ -40,18 +40,23 @@ def _modules(tmp_path, monkeypatch):
 
 
 def test_importable_names(caplog):
-    """The configured names, separated by commas, can refer to instances, classes and resources without arguments."""
+    """A name can refer to an instance, or to a class or resource that needs no arguments. Empty names are ignored."""
     import_named("named_pools:Holder.inner, named_pools:Pool,named_pools:orders ,, ")
     import_named("")
     assert caplog.records == []
 
 
-def test_a_missing_module_is_a_warning(caplog):
-    """A missing module is only a warning that names it, because the module could exist on the executors alone."""
+def test_a_missing_top_level_module_is_only_a_warning(caplog):
+    """If the driver does not have a top-level module, it only logs a warning with the configured name.
+
+    The module may exist only on the executors.
+    """
     import_named("no_such_module_here:pool,named_pools:orders,no_such_package.inner:pool")
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("the driver has no module 'no_such_module_here', which 'no_such_module_here:pool'")
+    assert first.startswith(
+        "'no_such_module_here:pool' in spark.stagecrew.listeners needs the module 'no_such_module_here'"
+    )
     assert "'no_such_package.inner:pool'" in second
 
 
@@ -62,14 +67,13 @@ def test_a_missing_module_is_a_warning(caplog):
         ("named_pools.inner:pool", "ModuleNotFoundError: No module named 'named_pools.inner'"),
         ("named_broken:pool", "ModuleNotFoundError: No module named 'no_such_module_of_the_test'"),
         ("named_raising:pool", "RuntimeError: no license"),
-        ("named_pools:takes", "missing a required argument: 'dsn'"),
-        ("named_pools:number", "is a int, not a stagecrew.Listener"),
+        ("named_pools:needs_dsn", "missing a required argument: 'dsn'"),
+        ("named_pools:number", "refers to an object of type int, not to a stagecrew.Listener"),
         ("named_pools", "not of the form module:name"),
     ],
 )
 def test_any_other_problem_fails_the_start(target, why):
-    """A missing attribute, an exception during the import, or an object that is not a listener fails the start of the
-    session."""
+    """The session does not start if a name has the wrong form, cannot be imported, needs arguments, or is no listener."""
     with pytest.raises(stagecrew.errors.ListenerError) as raised:
         import_named(f"named_pools:orders,{target}")
     assert str(raised.value).startswith(f"{target!r} in spark.stagecrew.listeners")

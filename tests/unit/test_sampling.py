@@ -43,7 +43,7 @@ def server(tmp_path: Path) -> Iterator[FakeServer]:
 
 
 def connected(server: FakeServer) -> DaemonSampler:
-    """A daemon's sampler that is due at every turn, and that its executor knows."""
+    """A daemon's sampler that takes samples in every call of `run`. It and the fake executor have exchanged proofs."""
     sampler = DaemonSampler(0.0, server.place)
     sampler.run(lambda: False)
     server.challenge()
@@ -79,8 +79,8 @@ def test_samples_agree_with_ps(idle: int) -> None:
     assert (first["pid"], first["role"]) == (idle, "worker")
 
 
-def test_a_process_that_samples_itself_does_not_count_the_sample() -> None:
-    """The descriptor that is open only while the sample counts the open files is not counted."""
+def test_a_process_that_samples_itself_does_not_count_the_descriptor_for_counting() -> None:
+    """psutil opens a descriptor to list the open files of a process. The sampler does not count this descriptor."""
     sampler = Sampler("agent")
     assert sampler.problem == ""
     descriptors = []
@@ -94,7 +94,7 @@ def test_a_process_that_samples_itself_does_not_count_the_sample() -> None:
 
 
 def test_a_zombie_has_no_sample() -> None:
-    """The sampler has no sample of a process that has ended while its parent has not waited for it."""
+    """`sample` returns None for a process that has ended, but whose parent has not waited for it yet."""
     sampler = Sampler("worker")
     assert not sampler.problem
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
@@ -103,7 +103,7 @@ def test_a_zombie_has_no_sample() -> None:
 
 
 def test_a_process_that_has_ended_has_no_sample(idle: int) -> None:
-    """The sampler has no sample of a process that does not exist, and forgets a process that has ended."""
+    """`sample` returns None for a process that does not exist. The sampler forgets a process that has ended."""
     sampler = Sampler("worker")
     assert sampler.problem == ""
     assert sampler.sample(idle) is not None
@@ -115,9 +115,8 @@ def test_a_process_that_has_ended_has_no_sample(idle: int) -> None:
     assert list(sampler._known) == []
 
 
-def test_a_round_costs_at_most_a_thousandth_of_a_core(server: FakeServer, idle: int) -> None:
-    """Ten workers take less than 10 ms of CPU time per round, which is 0.1 % of a core at the default period of 10
-    s."""
+def test_sampling_takes_at_most_a_thousandth_of_a_core(server: FakeServer, idle: int) -> None:
+    """A round that samples ten workers takes less than 10 ms of CPU time: 0.1 % of a core at the default period of 10 s."""
     sampler = connected(server)
     sampler._workers = dict.fromkeys(range(10))
     real = sampler._sampler.sample
@@ -140,7 +139,7 @@ def test_the_daemon_identifies_itself_and_sends_samples_of_its_workers(kind: str
         sampler.run(lambda: False)
         server.accept()
         assert [frame.kind for frame in server.frames()] == ["CONNECT"]
-        sampler.run(lambda: False)  # no proof of the executor has arrived
+        sampler.run(lambda: False)  # the executor's proof has not arrived yet
         assert server.frames() == []
         sampler.close()
         sampler = connected(server)
@@ -152,8 +151,8 @@ def test_the_daemon_identifies_itself_and_sends_samples_of_its_workers(kind: str
         sampler.close()
 
 
-def test_the_daemon_connects_again_if_it_was_dropped_before_it_was_accepted(server: FakeServer) -> None:
-    """An executor that drops the daemon among strangers is tried again. One that has accepted the daemon is not."""
+def test_the_daemon_connects_again_only_before_it_was_accepted(server: FakeServer) -> None:
+    """If the executor closes the connection before it has sent WELCOME, the daemon connects again, but not afterwards."""
     sampler = DaemonSampler(0.0, server.place)
     for _ in range(3):
         sampler.run(lambda: False)
@@ -196,15 +195,15 @@ def test_a_request_for_a_worker_interrupts_a_round(server: FakeServer, idle: int
     sampler.close()
 
 
-def test_the_loop_waits_no_longer_than_until_the_next_sample(server: FakeServer) -> None:
-    """The daemon's loop waits only until the next sample is due, or as long as it requested if that is shorter."""
+def test_the_loop_wakes_for_the_next_sample(server: FakeServer) -> None:
+    """The daemon's loop passes a timeout to `poll`. If the next sample is due earlier, `poll` returns then."""
     now = 0.0
     sampler = DaemonSampler(10.0, server.place, clock=lambda: now)
     poll = sampler.poll()
     reading, writing = os.pipe()
     poll.register(reading, select.POLLIN)
     assert sampler.wait_at_most(1000) == 1000
-    now = 1.9
+    now = 1.9  # the first sample is due after FIRST_SAMPLE (2 s), not after 10 s
     assert 90 <= sampler.wait_at_most(1000) <= 110
     assert poll.poll(1000) == []
     os.write(writing, b"x")
@@ -235,7 +234,7 @@ def test_an_executor_that_does_not_read_delays_nothing(server: FakeServer) -> No
 
 
 def test_sampling_ends_with_its_executor(server: FakeServer, tmp_path: Path) -> None:
-    """Sampling ends when the executor closes the channel, or if there is no channel file."""
+    """Sampling ends when the executor closes the channel, or if the place file does not exist."""
     sampler = connected(server)
     server.send("WELCOME", body="{}")
     sampler.run(lambda: False)
@@ -307,8 +306,7 @@ def test_a_worker_imports_its_own_psutil() -> None:
 
 
 def test_the_daemon_is_changed_only_when_the_executor_asks_for_samples(monkeypatch: Any) -> None:
-    """Only when samples are requested are `fork` and `poll` replaced in the daemon's loop. Everything else stays the
-    same."""
+    """`install` changes PySpark's daemon only if the executor requests samples: it replaces `os.fork` and `select.poll`."""
     import pyspark.daemon
 
     daemon_module: Any = pyspark.daemon

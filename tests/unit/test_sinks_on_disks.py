@@ -1,4 +1,4 @@
-"""Sinks on read-only and full disks: errors are clear, no rows are visible or left, and commits can be repeated."""
+"""Sinks on read-only and full disks. Errors are clear, a failed commit shows no rows, and a commit can be repeated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stagecrew.operators.commits import commit
 from support.commit_trials import SCHEMA, Driver, Tasks
 from support.local_sinks import appended, iceberg, objects, parquet, remount, small_disk, sqlite
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts disks")]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")]
 
 
 @pytest.fixture
@@ -25,17 +25,19 @@ def disk(tmp_path):
         yield folder
 
 
-def sqlite_by_default(disk):
-    """A SQLite sink with SQLite's default journal mode instead of a write-ahead log."""
+def sqlite_with_rollback_journal(disk):
+    """A trial of a SQLite sink that uses SQLite's default journal mode, not a write-ahead log."""
     made = sqlite(disk)
     with contextlib.closing(sqlite3.connect(disk / "data.db")) as database:
         database.execute("PRAGMA journal_mode=DELETE")
     return made
 
 
-@pytest.fixture(params=[parquet, appended, objects, sqlite_by_default, iceberg], ids=lambda make: make.__name__)
+@pytest.fixture(
+    params=[parquet, appended, objects, sqlite_with_rollback_journal, iceberg], ids=lambda make: make.__name__
+)
 def trial(request, tmp_path, disk):
-    """A sink on the small disk, with its commit log on another disk."""
+    """A trial of each sink on the small disk. Its commit log is on another disk."""
     made = request.param(disk)
     made.commit_log = FileCommitLog(tmp_path / "log")
     return made
@@ -49,8 +51,10 @@ def fill(disk):
 
 
 def test_a_read_only_disk(trial, disk):
-    """On a read-only disk, a commit fails before any task runs, and nothing is visible or left. Once the disk is
-    writable, the same commit succeeds."""
+    """On a read-only disk, a commit fails before any task runs. No rows are visible, and no staged data is left behind.
+
+    Once the disk is writable, the same commit succeeds.
+    """
     tasks = Tasks(1)
     remount(disk, "ro")
     with pytest.raises(
@@ -66,8 +70,10 @@ def test_a_read_only_disk(trial, disk):
 
 
 def test_a_disk_that_becomes_read_only(trial, disk):
-    """If the disk becomes read-only, the decided commit stays pending. Once the disk is writable, a repeated commit
-    applies it without running a task."""
+    """If the disk becomes read-only after the tasks have staged their rows, the commit is decided but pending.
+
+    Once the disk is writable, a repeated commit applies it without running a task.
+    """
     tasks = Tasks(1)
 
     def run(staging):
@@ -88,7 +94,7 @@ def test_a_disk_that_becomes_read_only(trial, disk):
 
 
 def test_a_disk_that_is_full_during_staging(trial):
-    """If the disk is full during staging, the error says so, and nothing is visible or left.
+    """If the disk is full during staging, the error says so. No rows are visible, and no staged data is left behind.
 
     A commit of fewer rows with the same id then succeeds.
     """
@@ -113,8 +119,10 @@ def test_a_disk_that_is_full_during_staging(trial):
 
 
 def test_a_disk_that_is_full_during_the_commit(trial, disk):
-    """If the disk is full, the decided commit stays pending. Once there is space, a repeated commit applies it without
-    running a task."""
+    """If the disk is full after the tasks have staged their rows, the commit is decided but pending.
+
+    Once there is space, a repeated commit applies it without running a task.
+    """
     tasks = Tasks(1)
 
     def run(staging):

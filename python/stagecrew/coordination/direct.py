@@ -40,11 +40,11 @@ class DirectConnection:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the executor has not read everything that was written."""
+        """Whether `write` still keeps frames for which the socket had no room."""
         return bool(self._unsent)
 
     def write(self, *frames: bytes) -> None:
-        """Sends frames. Keeps those for which the socket has no room. Raises `ChannelClosed`."""
+        """Sends frames. See `DirectRoute.write`."""
         self._unsent.extend(frames)
         self.write_unsent()
         if self._unsent and sum(map(len, self._unsent)) > _MAX_UNSENT:
@@ -73,7 +73,7 @@ class DirectConnection:
         return self._channel.receive()
 
     def shutdown(self) -> None:
-        """Ends the connection, so that the reading thread gets `ChannelClosed`."""
+        """Ends the connection. The thread that reads it then gets `ChannelClosed`."""
         self._channel.shutdown()
 
     def close(self) -> None:

@@ -16,18 +16,22 @@ class DirectRoute(Protocol):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the executor has not read everything that was written."""
+        """Whether `write` still keeps frames for which the socket had no room."""
 
     def fileno(self) -> int:
         """The socket's file descriptor."""
 
     def write(self, *frames: bytes) -> None:
-        """Sends frames, and keeps those for which the socket has no room. Raises `ChannelClosed`."""
+        """Sends frames. Frames for which the socket has no room are kept, and sent later.
+
+        Waits only if very many bytes are kept. Raises `ChannelClosed` if the connection has ended.
+        """
 
     def shutdown(self) -> None:
-        """Ends the connection, so that the reading thread gets `ChannelClosed`."""
+        """Ends the connection. The thread that reads it then gets `ChannelClosed`."""
 
 
-#: Where the frames of an evaluation go: the id of its executor, which the driver's JVM reaches, or a direct connection.
-#: An evaluation keeps the route on which it began, so that its frames stay in order.
+#: The way of frames to an evaluation (a call of a bound function in a task). The id of an executor means: to this
+#: executor, through the driver's JVM. A `DirectRoute` means: to the executor itself. An evaluation keeps the route on
+#: which it began, so that its frames stay in order.
 Route: TypeAlias = "str | DirectRoute"

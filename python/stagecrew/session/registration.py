@@ -71,10 +71,10 @@ def import_named(targets: str) -> None:
             if not (isinstance(cause, ModuleNotFoundError) and cause.name == module):
                 raise
             _log.warning(
-                "the driver has no module %r, which %r in spark.stagecrew.listeners names: it must exist on each "
-                "executor. To ship it, use --py-files",
-                module,
+                "%r in spark.stagecrew.listeners needs the module %r, which the driver does not have. The module must "
+                "exist on each executor. To ship it, use --py-files",
                 target,
+                module,
             )
 
 

@@ -44,7 +44,8 @@ def named(target: str, where: str = "on this executor") -> Listener:
         ) from error
     if not isinstance(found, Listener):
         raise ListenerError(
-            f"{target!r} in spark.stagecrew.listeners is a {type(found).__name__}, not a stagecrew.Listener"
+            f"{target!r} in spark.stagecrew.listeners refers to an object of type {type(found).__name__}, not to a "
+            f"stagecrew.Listener"
         )
     return found
 

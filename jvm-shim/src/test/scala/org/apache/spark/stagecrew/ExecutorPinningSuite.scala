@@ -13,29 +13,29 @@ class ExecutorPinningSuite extends AnyFunSuite with OneInstancePerTest {
     (executor, begins) => pins(executor) += (if (begins) 1 else -1), () => if (!dropped) pinning.notifySpark())
 
   test("an executor is pinned as long as any topology is closing on it") {
-    pinning.begins("a", Seq("1", "2"))
-    pinning.begins("b", Seq("2"))
+    pinning.closingBegins("a", Seq("1", "2"))
+    pinning.closingBegins("b", Seq("2"))
     assert(pins == Map("1" -> 1, "2" -> 2))
-    pinning.ends("a", "2")
-    pinning.ends("a", "2")
+    pinning.closingEnds("a", "2")
+    pinning.closingEnds("a", "2")
     assert(pins == Map("1" -> 1, "2" -> 1))
-    pinning.ends("b", "2")
-    pinning.ends("a", "1")
+    pinning.closingEnds("b", "2")
+    pinning.closingEnds("a", "1")
     assert(pins == Map("1" -> 0, "2" -> 0))
   }
 
   test("the next event or reminder makes up for a dropped event") {
-    pinning.begins("a", Seq("1"))
+    pinning.closingBegins("a", Seq("1"))
     dropped = true
-    pinning.ends("a", "1")
-    pinning.begins("b", Seq("2"))
+    pinning.closingEnds("a", "1")
+    pinning.closingBegins("b", Seq("2"))
     assert(pins == Map("1" -> 1))
     dropped = false
     pinning.remind()
     assert(pins == Map("1" -> 0, "2" -> 1))
     pinning.remind()
     pinning.notifySpark()
-    pinning.ends("b", "2")
+    pinning.closingEnds("b", "2")
     assert(pins == Map("1" -> 0, "2" -> 0))
   }
 }

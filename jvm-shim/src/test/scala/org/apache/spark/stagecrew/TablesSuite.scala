@@ -60,7 +60,7 @@ class TablesSuite extends AnyFunSuite {
   test("an error is shown as the line that Python chose, with the end of the error's text in the title") {
     val text = "Traceback (most recent call last):\n  File \"a.py\", line 1, in f\n    no()\nValueError: no\nmore\n"
     assert(Show.error(text, "ValueError: no").text == "ValueError: no")
-    assert(Show.error(text, "x" * 1000).text == Show.cut("x" * 1000, Show.Length))
+    assert(Show.error(text, "x" * 1000).text == Show.first("x" * 1000, Show.Length))
     val long = Show.error("x" * 10000 + "end", "ValueError: no")
     assert((long \@ "title").length == Show.TitleLength && (long \@ "title").endsWith("end"))
     assert((Show.error("x" * 10000 + "end", jvm = true) \@ "title").startsWith("xxx"))

@@ -7,35 +7,37 @@ import scala.jdk.CollectionConverters._
 
 /**
  * Pins executors while topologies are closing on them, so that Spark does not remove them as idle. The driver's loop
- * makes the changes. Spark is notified in the thread of its listeners, where Spark also counts tasks. A posted event
- * may be dropped. The next event or reminder then makes up for it, so each pin is followed by its removal.
+ * calls `closingBegins`, `closingEnds` and `remind`. The thread of Spark's listener bus calls `notifySpark`: in this
+ * thread Spark counts the running tasks of an executor, and a pin looks to Spark like a running task. Spark may drop a
+ * posted event. The next event, or the next `remind`, then reports the missed changes, so each executor is unpinned in
+ * the end.
  *
- * @param pin tells Spark that a topology begins to close on an executor (true), or has closed there (false)
- * @param post posts an event that calls `notifySpark` in the listeners' thread. The event may be dropped
+ * @param setPinned tells Spark that one topology more (true) or one topology less (false) is closing on an executor
+ * @param post posts an event to Spark's listener bus, where its handler calls `notifySpark`
  */
-private[stagecrew] final class ExecutorPinning(pin: (String, Boolean) => Unit, post: () => Unit) {
+private[stagecrew] final class ExecutorPinning(setPinned: (String, Boolean) => Unit, post: () => Unit) {
   private val closing = ConcurrentHashMap.newKeySet[(String, String)]() // topology, executor
-  private val pinned = mutable.LinkedHashSet.empty[(String, String)] // used by the listeners' thread only
-  @volatile private var outdated = false
+  private val pinned = mutable.LinkedHashSet.empty[(String, String)] // used by the listener bus's thread only
+  @volatile private var hasUnreportedChanges = false
 
-  def begins(topology: String, executors: Seq[String]): Unit = change(executors.map(topology -> _).foreach(closing.add))
+  def closingBegins(topology: String, ids: Seq[String]): Unit = change(ids.map(topology -> _).foreach(closing.add))
 
-  def ends(topology: String, executor: String): Unit = change(closing.remove(topology -> executor))
+  def closingEnds(topology: String, executor: String): Unit = change(closing.remove(topology -> executor))
 
   /** Posts again if an event may have been dropped. Called periodically. */
-  def remind(): Unit = if (outdated) post()
+  def remind(): Unit = if (hasUnreportedChanges) post()
 
-  /** Tells Spark the changes since the last call. Called in the listeners' thread. */
+  /** Tells Spark the changes since the last call. Called in the listener bus's thread. */
   def notifySpark(): Unit = {
-    outdated = false
+    hasUnreportedChanges = false
     val now = closing.asScala.toSet
-    pinned.toSeq.filterNot(now).foreach { pair => pinned -= pair; pin(pair._2, false) }
-    now.filterNot(pinned).foreach { pair => pinned += pair; pin(pair._2, true) }
+    pinned.toSeq.filterNot(now).foreach { pair => pinned -= pair; setPinned(pair._2, false) }
+    now.filterNot(pinned).foreach { pair => pinned += pair; setPinned(pair._2, true) }
   }
 
   private def change(f: => Any): Unit = {
     f
-    outdated = true
+    hasUnreportedChanges = true
     post()
   }
 }

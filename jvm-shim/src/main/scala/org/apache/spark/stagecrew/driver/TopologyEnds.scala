@@ -50,7 +50,7 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
       val contacted = if (everywhere) executors.values.toSeq
         else (topology.executors ++ topology.holders).toSeq.flatMap(executors.get)
       topology.pending ++= contacted.map(_.id)
-      pinning.begins(topology.description.id, contacted.map(_.id))
+      pinning.closingBegins(topology.description.id, contacted.map(_.id))
       val message = Frames.encode("END_TOPOLOGY", topology.description.id, timeoutMs, Json.write(release))
       contacted.foreach(executor => executor.peer.ask(message, timeoutMs + ReplyMarginMs) {
         case Right(bytes) => inLoop {
@@ -110,7 +110,7 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
 
   private def executorReplied(topology: Topology, executor: String): Unit = {
     topology.pending -= executor
-    pinning.ends(topology.description.id, executor)
+    pinning.closingEnds(topology.description.id, executor)
     closeIfReplied(topology)
     publish(topology)
   }

@@ -115,7 +115,7 @@ final class JvmListeners(
   }
 
   private def recordFailure(entry: Entry, error: Throwable): Unit =
-    count(entry)(_.withFailure(Show.cut(TaskRejection.text(error), ListenerCounts.ErrorLength), ""))
+    count(entry)(_.withFailure(Show.first(TaskRejection.text(error), ListenerCounts.ErrorLength), ""))
 
   private def count(entry: Entry)(f: ListenerCounts => ListenerCounts): Unit =
     ledger.listener(context.topologyId, entry.index, entry.name, "jvm")(f)

@@ -120,8 +120,8 @@ private[stagecrew] object EventLogWriter {
     rest.copy(
       processes = rest.processes.map(p => p.copy(samples = p.samples.takeRight(samples))).takeRight(processes),
       recovery = if (processes > 0) fewer else fewer.map(job => job.copy(
-        job.facts.take(50).map { case (name, value) => Show.cut(name, 100) -> Show.cut(value, 200) },
-        job.steps.map(step => step.copy(name = Show.cut(step.name, 100))))))
+        job.facts.take(50).map { case (name, value) => Show.first(name, 100) -> Show.first(value, 200) },
+        job.steps.map(step => step.copy(name = Show.first(step.name, 100))))))
   }
 
   /** What remains of a trimmed topology. `ids` and `length` limit the number and the lengths of executors' ids. */
@@ -142,19 +142,19 @@ private[stagecrew] object EventLogWriter {
     else {
       val (forgotten, known) = fewer.operators.partition(_.name == Topology.Forgotten)
       val (unlisted, listed) = known.splitAt(known.size - limits.operators)
-      fewer.copy(name = Show.cut(view.name, 1000), unclosed = view.unclosed.take(20).map(Show.cut(_, 200)),
-        askedBy = view.askedBy.take(limits.ids).map(Show.cut(_, limits.length)),
-        lostExecutors = view.lostExecutors.take(limits.ids).map(Show.cut(_, limits.length)),
+      fewer.copy(name = Show.first(view.name, 1000), unclosed = view.unclosed.take(20).map(Show.first(_, 200)),
+        askedBy = view.askedBy.take(limits.ids).map(Show.first(_, limits.length)),
+        lostExecutors = view.lostExecutors.take(limits.ids).map(Show.first(_, limits.length)),
         forgottenOperators = view.forgottenOperators + unlisted.size,
-        operators = listed.map(o => o.copy(name = Show.cut(o.name, 200), waitsFor = Show.cut(o.waitsFor, 200),
-          lastError = Show.cut(o.lastError, 500), progress = o.progress.take(20))) ++
+        operators = listed.map(o => o.copy(name = Show.first(o.name, 200), waitsFor = Show.first(o.waitsFor, 200),
+          lastError = Show.first(o.lastError, 500), progress = o.progress.take(20))) ++
           Option.when(forgotten.nonEmpty || unlisted.nonEmpty)(OperatorView.sum(forgotten ++ unlisted)),
         executors = limitedExecutors(fewer.executors, limits.executors).map { case (id, counts) =>
           id -> counts.copy(deferred = Set.empty,
             listeners = limitedListeners(counts.listeners, limits.listeners).map { l =>
-              l.copy(name = Show.cut(l.name, 200),
-                lastError = if (l.scope == "jvm") Show.cut(l.lastError, 500) else Show.end(l.lastError, 500),
-                lastErrorLine = Show.cut(l.lastErrorLine, Show.Length)) }) })
+              l.copy(name = Show.first(l.name, 200),
+                lastError = if (l.scope == "jvm") Show.first(l.lastError, 500) else Show.last(l.lastError, 500),
+                lastErrorLine = Show.first(l.lastErrorLine, Show.Length)) }) })
     }
   }
 

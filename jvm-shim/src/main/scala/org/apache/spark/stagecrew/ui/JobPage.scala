@@ -13,8 +13,8 @@ private[stagecrew] object JobPage {
     case Some(recovery) =>
       val steps = Table("steps", recovery.steps, columns(model))
       val tables = new Tables(request, "jobs/", Nil, steps)
-      Seq[NodeSeq](model.notes.getOrElse("", Nil).map(Show.note),
-        Show.facts(recovery.facts.toSeq.map { case (name, value) =>
+      Seq[NodeSeq](model.notes.getOrElse("", Nil).map(Show.warning),
+        Show.properties(recovery.facts.toSeq.map { case (name, value) =>
           name.capitalize -> (Show.text(value): NodeSeq) }: _*),
         <h4>{s"Steps (${recovery.steps.size + recovery.forgottenSteps})"}</h4>,
         if (recovery.forgottenSteps == 0) NodeSeq.Empty

@@ -15,19 +15,19 @@ private[stagecrew] object OverviewPage {
     val topologies = Table("topologies", ordered(all), columns(model, request))
     val listeners = Table("listeners", topologies.rows.flatMap(sums),
       Column.of("Topology")((_: Row).topology.name)(row => <td>{Tab.topology(request, row.topology)}</td>) +:
-        listenerColumns(Column.several("Executors")((_: Row).executors))(_.sum))
+        listenerColumns(Column.count("Executors")((_: Row).executors))(_.sum))
     val tables = new Tables(request, "", Nil, topologies, listeners)
     val totals = model.snapshot.totals
     val forgotten = model.snapshot.forgottenTopologies
     val listed = all.filter(_.kind != DriverCrew.ApplicationKind).groupBy(_.state).view.mapValues(_.size).toMap
     val states = listed.updated("closed", listed.getOrElse("closed", 0) + forgotten).filter(_._2 > 0).toSeq.sorted
     Seq[NodeSeq](eventLogNotes(model),
-      Show.facts(
-        "Topologies" -> Show.fact(states.map { case (state, count) => s"$count $state" }.mkString(", ") +
+      Show.properties(
+        "Topologies" -> Show.value(states.map { case (state, count) => s"$count $state" }.mkString(", ") +
           (if (forgotten > 0) s"; the last ${listed.getOrElse("closed", 0)} closed ones are listed" else "")),
-        "Listeners" -> Show.fact(s"opens ${totals.opens}, closes ${totals.closes}, failures ${totals.failures}, " +
+        "Listeners" -> Show.value(s"opens ${totals.opens}, closes ${totals.closes}, failures ${totals.failures}, " +
           s"lost ${totals.lost}"),
-        "Python processes" -> Show.fact(processes(model.snapshot.processes))),
+        "Python processes" -> Show.value(processes(model.snapshot.processes))),
       if (all.forall(_.kind == DriverCrew.ApplicationKind)) beginning else NodeSeq.Empty,
       <h4>{s"Topologies (${topologies.rows.size})"}</h4>, tables(topologies),
       <h4>{s"Listeners (${listeners.rows.size})"}</h4>,
@@ -41,7 +41,7 @@ private[stagecrew] object OverviewPage {
   private def eventLogNotes(model: PageModel): NodeSeq =
     if (!model.history) NodeSeq.Empty
     else <p>This page shows the event log. Its last entry of stagecrew is from {Show.date(model.now)}.</p> ++
-      model.notes.getOrElse("", Nil).map(Show.note)
+      model.notes.getOrElse("", Nil).map(Show.warning)
 
   private def processes(sampled: Seq[ProcessView]): String = {
     val all = sampled.filter(_.problem.isEmpty)
@@ -64,12 +64,12 @@ private[stagecrew] object OverviewPage {
     Column.text("Id")(_.id), Column.text("Kind")(_.kind), Column.text("State")(_.state),
     Column.date("Started")(_.started),
     Column.duration("Duration")(model.duration), Column.number("Jobs")(_.jobs.toLong),
-    Column.several("Executors", "Executors that ran its tasks")(_.askedBy, _.forgottenExecutors),
+    Column.count("Executors", "Executors that ran its tasks")(_.askedBy, _.forgottenExecutors),
     Column.number("Coordinators")(_.coordinators.toLong),
     Column.number("Failures", "Failed open, close and decorate calls of listeners, and failed evaluations")
       (failures),
-    Column.several("Lost executors")(_.lostExecutors, _.forgottenExecutors),
-    Column.several("Unclosed", "Listeners that were not closed when the topology ended")(_.unclosed))
+    Column.count("Lost executors")(_.lostExecutors, _.forgottenExecutors),
+    Column.count("Unclosed", "Listeners that were not closed when the topology ended")(_.unclosed))
 
   private def failures(topology: TopologyView): Long =
     topology.executors.values.map(_.totals.failures).sum + topology.operators.map(_.failed).sum

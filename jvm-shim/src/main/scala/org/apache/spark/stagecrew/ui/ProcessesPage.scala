@@ -15,13 +15,13 @@ private[stagecrew] object ProcessesPage {
     def sum(f: Sample => Long): Long = running.flatMap(_.samples.lastOption).map(f).sum
     Seq[NodeSeq]((model.notes.getOrElse("", Nil) ++ unsampled.map(process =>
         s"Executor ${process.executor} (host ${process.host}): ${process.problem}"))
-        .distinct.map(Show.note),
+        .distinct.map(Show.warning),
       if (all.isEmpty) <p>No Python process has been sampled yet. Workers start with the first Python task of an
         executor, and Spark's Python daemon samples them. An executor without a Python daemon has no Python processes
         to show.</p>
-      else Show.facts(
-        "Running" -> Show.fact(running.size.toString), "Memory" -> Show.fact(SparkUi.formatBytes(sum(_.rss))),
-        "CPU" -> Show.fact(s"${cores(sum(_.cpu))} cores"), "Ended" -> Show.fact((all.size - running.size).toString)) ++
+      else Show.properties(
+        "Running" -> Show.value(s"${running.size}"), "Memory" -> Show.value(SparkUi.formatBytes(sum(_.rss))),
+        "CPU" -> Show.value(s"${cores(sum(_.cpu))} cores"), "Ended" -> Show.value(s"${all.size - running.size}")) ++
         <h4>{s"Python processes (${all.size})"}</h4> ++
         new Tables(request, "processes/", Nil, processes)(processes)).flatten
   }

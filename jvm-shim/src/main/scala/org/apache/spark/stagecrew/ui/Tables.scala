@@ -14,9 +14,10 @@ private[stagecrew] final case class Column[T](
 private[stagecrew] object Column {
   def text[T](name: String, help: String = "")(f: T => String): Column[T] = formatted(name, help)(f)(Show.text)
   def number[T](name: String, help: String = "")(f: T => Long): Column[T] = formatted(name, help)(f)(_.toString)
+  /** A size in bytes. The cell is empty for 0. */
   def bytes[T](name: String)(f: T => Long): Column[T] =
     formatted(name)(f)(bytes => if (bytes == 0) "" else SparkUi.formatBytes(bytes))
-  /** A time in milliseconds since the epoch; empty for 0. */
+  /** A time in milliseconds since the epoch. The cell is empty unless the value is positive. */
   def date[T](name: String)(f: T => Long): Column[T] = formatted(name)(f)(Show.date)
   def duration[T](name: String)(ms: T => Long): Column[T] = formatted(name)(ms)(SparkUi.formatDuration)
   def micros[T](name: String)(f: T => Long): Column[T] = formatted(name)(f)(Show.micros)
@@ -24,8 +25,8 @@ private[stagecrew] object Column {
   private def formatted[T, K: Ordering](name: String, help: String = "")(f: T => K)(format: K => Any): Column[T] =
     of(name, help)(f)(row => <td>{format(f(row))}</td>)
 
-  /** A cell with the number of texts, and the texts in its title. `more` is the number of further texts. */
-  def several[T](name: String, help: String = "")(f: T => Seq[String], more: T => Int = (_: T) => 0): Column[T] = {
+  /** The number of strings that a row has. The tooltip lists them. `more` strings are counted, but not listed. */
+  def count[T](name: String, help: String = "")(f: T => Seq[String], more: T => Int = (_: T) => 0): Column[T] = {
     def size(row: T): Int = f(row).size + more(row)
     of(name, help)(size)(row => <td title={Show.title(f(row).mkString("\n"))}>{size(row).toString}</td>)
   }
@@ -38,18 +39,19 @@ private[stagecrew] object Column {
 /** A table. The names of its request parameters begin with its tag, as in `topologies.page`. The rows are in their
   * original order until the user chooses a column. */
 private[stagecrew] final case class Table[T](tag: String, rows: Seq[T], columns: Seq[Column[T]]) {
-  /** The paging parameters of a request. Throws for an invalid value. */
+  /** Reads this table's page, page size and order from a request. Limits the page size to 1 to `MaxPageSize`. Throws
+    * an `IllegalArgumentException` for any other invalid value. */
   def paging(request: PageRequest): Paging = {
     def parameter[A](name: String, default: A)(read: String => Option[A]): A =
       request.parameters.get(s"$tag.$name").filter(_.nonEmpty).fold(default)(text =>
         read(text).getOrElse(throw new IllegalArgumentException(
           s"the parameter $tag.$name has an invalid value")))
-    def known(name: String): Option[Option[String]] =
+    def sortableColumn(name: String): Option[Option[String]] =
       columns.find(column => column.name == name && column.order.nonEmpty).map(column => Some(column.name))
     Paging(parameter("page", 1)(text => Try(text.toInt).toOption),
       parameter("pageSize", Tables.PageSize)(text => Try(text.toInt).toOption.map(size =>
         math.max(1, math.min(size, Tables.MaxPageSize)))),
-      parameter("sort", Option.empty[String])(known), parameter("desc", false)(_.toBooleanOption))
+      parameter("sort", Option.empty[String])(sortableColumn), parameter("desc", false)(_.toBooleanOption))
   }
 
   def sorted(paging: Paging): IndexedSeq[T] =
@@ -57,8 +59,8 @@ private[stagecrew] final case class Table[T](tag: String, rows: Seq[T], columns:
       rows.sorted(if (paging.descending) order.reverse else order)).toIndexedSeq
 }
 
-/** The tables of a page. Each link in a table also contains the pages and orders of the other tables, so these do not
-  * change. `fixed` are further parameters of all links. */
+/** The tables of a page. Each link in a table also contains the page, page size and order of the other tables, so that
+  * a click in one table does not change the others. Each link also contains the parameters `fixed`. */
 private[stagecrew] final class Tables(
     request: PageRequest, path: String, fixed: Seq[(String, String)], tables: Table[_]*) {
   private val pagings = tables.map(table => table.tag -> table.paging(request)).toMap
@@ -86,27 +88,28 @@ private[stagecrew] object Tables {
   ).collect { case (name, Some(value)) => s"$tag.$name" -> value.toString }
 }
 
-/** Formats values for pages. XML nodes escape all text. */
+/** Formats values for pages. Callers must not escape text, because XML nodes do. */
 private[stagecrew] object Show {
-  /** The maximum length of a text in a cell, and in the title of a cell. */
+  /** The maximum length of a string in a cell. */
   val Length = 120
+  /** The maximum length of a tooltip. */
   val TitleLength = 4000
 
-  /** A text from a user. A long text is shortened, and its title contains more of the text. A right-to-left text does
-    * not affect the text around it. */
+  /** A string. If it is long, the cell shows its beginning, and the tooltip shows more of it. `bdi` keeps right-to-left
+    * strings from affecting the text around them. */
   def text(text: String): Node =
-    if (text.length <= Length) <bdi>{text}</bdi> else <bdi title={title(text)}>{cut(text, Length)}</bdi>
+    if (text.length <= Length) <bdi>{text}</bdi> else <bdi title={title(text)}>{first(text, Length)}</bdi>
 
-  def title(text: String): Option[Text] = if (text.isEmpty) None else Some(Text(cut(text, TitleLength)))
+  def title(text: String): Option[Text] = if (text.isEmpty) None else Some(Text(first(text, TitleLength)))
 
-  /** The beginning of a text. Never splits a surrogate pair. */
-  def cut(text: String, length: Int): String = if (text.length <= length) text else {
+  /** The first characters of a string: at most `length`, with the ellipsis. Never splits a surrogate pair. */
+  def first(text: String, length: Int): String = if (text.length <= length) text else {
     val kept = text.take(length - 1)
     s"${if (kept.lastOption.exists(_.isHighSurrogate)) kept.dropRight(1) else kept}\u2026"
   }
 
-  /** The end of a text. Never splits a surrogate pair. */
-  def end(text: String, length: Int): String = if (text.length <= length) text else {
+  /** The last characters of a string: at most `length`, with the ellipsis. Never splits a surrogate pair. */
+  def last(text: String, length: Int): String = if (text.length <= length) text else {
     val kept = text.takeRight(length - 1)
     s"\u2026${if (kept.headOption.exists(_.isLowSurrogate)) kept.drop(1) else kept}"
   }
@@ -116,31 +119,31 @@ private[stagecrew] object Show {
   def micros(micros: Long): String = if (micros < 1000000L) String.format(Locale.ROOT, "%.1f ms", micros / 1000.0)
     else SparkUi.formatDuration(micros / 1000)
 
-  /** A cell with the line that describes an error. The cell's title contains the beginning of a JVM error, or the end
-    * of a Python traceback. If `line` is empty, as in event logs of earlier versions, the cell shows the last line of a
-    * traceback that is not indented, or the first line of another text. */
+  /** A cell with the line that describes an error. The tooltip shows the beginning of the text if the error is from
+    * the JVM (`jvm`), else its end. `line` is empty for coordinators, and in event logs of earlier versions. Then this
+    * finds the line: in a Python traceback, the last line that is not indented; in any other text, the first line. */
   def error(text: String, line: String = "", jvm: Boolean = false): Elem = {
     val lines = text.linesIterator.filterNot(_.isBlank).toVector
-    val first = lines.headOption.filterNot(_.startsWith("Traceback")).orElse(lines.findLast(!_.startsWith(" ")))
+    val summary = lines.headOption.filterNot(_.startsWith("Traceback")).orElse(lines.findLast(!_.startsWith(" ")))
       .getOrElse("")
-    val summary = cut(if (line.nonEmpty) line else first.trim, Length)
-    <td title={title(if (jvm) text else end(text, TitleLength))}><bdi>{summary}</bdi></td>
+    val shown = first(if (line.nonEmpty) line else summary.trim, Length)
+    <td title={title(if (jvm) text else last(text, TitleLength))}><bdi>{shown}</bdi></td>
   }
 
-  /** A list of facts, like those above the tables of Spark's own pages. */
-  def facts(facts: (String, NodeSeq)*): Node =
-    <ul class="list-unstyled">{facts.filter(_._2.nonEmpty).map { case (name, value) =>
+  /** A list of labels and values, like those above the tables of Spark's own pages. Empty values are left out. */
+  def properties(properties: (String, NodeSeq)*): Node =
+    <ul class="list-unstyled">{properties.filter(_._2.nonEmpty).map { case (name, value) =>
       <li><strong>{name}:</strong> {value}</li>
     }}</ul>
 
-  def fact(text: String): NodeSeq = if (text.isEmpty) NodeSeq.Empty else Text(text)
+  def value(text: String): NodeSeq = if (text.isEmpty) NodeSeq.Empty else Text(text)
 
-  /** The first 20 texts from a user, and the number of the others. */
-  def several(texts: Seq[String]): NodeSeq = {
+  /** The first 20 strings, separated by commas, and the number of the others. */
+  def list(texts: Seq[String]): NodeSeq = {
     val more = texts.drop(20).size
-    val first = texts.take(20).flatMap(value => Seq[Node](Text(", "), text(value))).drop(1)
-    NodeSeq.fromSeq(first ++ Option.when(more > 0)(Text(s" and $more more")))
+    val firsts = texts.take(20).flatMap(value => Seq[Node](Text(", "), text(value))).drop(1)
+    NodeSeq.fromSeq(firsts ++ Option.when(more > 0)(Text(s" and $more more")))
   }
 
-  def note(text: String): Node = <p class="alert alert-warning" role="status">{text}</p>
+  def warning(text: String): Node = <p class="alert alert-warning" role="status">{text}</p>
 }

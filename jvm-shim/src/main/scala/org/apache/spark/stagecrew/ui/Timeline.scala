@@ -56,8 +56,8 @@ private[stagecrew] object Timeline {
       top += rows * RowHeight + 10
       val middle = at + rows * RowHeight / 2 + 4
       Seq[Node](
-        <text x="0" y={middle.toString} fill="currentColor" font-size="12">{Show.cut(executor, 16)}<title>{
-          Show.cut(executor, Show.Length)}</title></text>,
+        <text x="0" y={middle.toString} fill="currentColor" font-size="12">{Show.first(executor, 16)}<title>{
+          Show.first(executor, Show.Length)}</title></text>,
         line(Left.toString, (Width - 10).toString, (at - 5).toString, (at - 5).toString)) ++
         placed.map { case (span, row) =>
           bar(span, x(span.started), x(if (span.ended > 0) span.ended else to), at + row * RowHeight) }
@@ -100,7 +100,7 @@ private[stagecrew] object Timeline {
   }
 
   private def bar(span: Span, from: Double, to: Double, y: Int): Node = {
-    val label = s"${span.kind} ${Show.cut(span.name, Show.Length)} on ${Show.cut(span.executor, Show.Length)}"
+    val label = s"${span.kind} ${Show.first(span.name, Show.Length)} on ${Show.first(span.executor, Show.Length)}"
     val duration = if (span.ended > 0) s", ${elapsed(span.ended - span.started)}" else ", still running"
     val fill = if (span.failed) Failed else Colours.getOrElse(span.kind, Other)
     val kind = if (span.failed) "failed" else if (Colours.contains(span.kind)) span.kind else "other"

@@ -23,7 +23,7 @@ private[stagecrew] object TopologyPage {
     def section(name: String, table: Table[_], otherwise: String, count: Int = 0): NodeSeq =
       if (table.rows.nonEmpty) <h4>{s"$name (${math.max(count, table.rows.size)})"}</h4> ++ tables(table)
       else if (otherwise.isEmpty) NodeSeq.Empty else <h4>{name}</h4><p>{otherwise}</p>
-    Seq[NodeSeq](model.notes.getOrElse(topology.id, Nil).map(Show.note), summary(model, request, topology),
+    Seq[NodeSeq](model.notes.getOrElse(topology.id, Nil).map(Show.warning), summary(model, request, topology),
       <h4>Timeline</h4>, Timeline.of(topology, model.until(topology)),
       section("Coordinators", operators, "", topology.coordinators),
       section("Listeners", listeners,
@@ -33,7 +33,7 @@ private[stagecrew] object TopologyPage {
   }
 
   def title(model: PageModel, request: PageRequest): String =
-    s"Stagecrew: ${Show.cut(requested(model, request).name, Show.Length)}"
+    s"Stagecrew: ${Show.first(requested(model, request).name, Show.Length)}"
 
   def json(model: PageModel, request: PageRequest): ObjectNode = {
     val topology = requested(model, request)
@@ -50,22 +50,22 @@ private[stagecrew] object TopologyPage {
 
   private def summary(model: PageModel, request: PageRequest, topology: TopologyView): Node = {
     val stored = topology.executors.values.map(_.partitions).foldLeft(PartitionCounts())(_ + _)
-    Show.facts(
-      "Id" -> Show.text(topology.id), "Kind" -> Show.fact(topology.kind),
+    Show.properties(
+      "Id" -> Show.text(topology.id), "Kind" -> Show.value(topology.kind),
       "Inside" -> topology.parent.fold(NodeSeq.Empty)(id => model.find(id).map(Tab.topology(request, _))
         .getOrElse(Show.text(id))),
-      "State" -> Show.fact(topology.state),
-      "Started" -> Show.fact(Show.date(topology.started)), "Ended" -> Show.fact(Show.date(topology.ended)),
+      "State" -> Show.value(topology.state),
+      "Started" -> Show.value(Show.date(topology.started)), "Ended" -> Show.value(Show.date(topology.ended)),
       (if (topology.ended > 0) "Duration" else "Duration so far") ->
-        Show.fact(SparkUi.formatDuration(model.duration(topology))),
-      "Jobs" -> Show.fact(topology.jobs.toString), "Executors" -> Show.several(topology.askedBy),
-      "Partitions" -> Show.fact(partitions(stored)),
-      "Lost executors" -> Show.several(topology.lostExecutors),
-      "Earlier lost executors" -> Show.fact(if (topology.forgottenExecutors == 0) "" else
+        Show.value(SparkUi.formatDuration(model.duration(topology))),
+      "Jobs" -> Show.value(topology.jobs.toString), "Executors" -> Show.list(topology.askedBy),
+      "Partitions" -> Show.value(partitions(stored)),
+      "Lost executors" -> Show.list(topology.lostExecutors),
+      "Earlier lost executors" -> Show.value(if (topology.forgottenExecutors == 0) "" else
         s"${topology.forgottenExecutors}; their counts are in the row '${Topology.Forgotten}'"),
-      "Earlier coordinators" -> Show.fact(if (topology.forgottenOperators == 0) "" else
+      "Earlier coordinators" -> Show.value(if (topology.forgottenOperators == 0) "" else
         s"${topology.forgottenOperators}; their counts are in the row '${Topology.Forgotten}'"),
-      "Unclosed" -> Show.several(topology.unclosed))
+      "Unclosed" -> Show.list(topology.unclosed))
   }
 
   private def partitions(counts: PartitionCounts): String = {
