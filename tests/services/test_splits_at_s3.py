@@ -12,9 +12,9 @@ from support.s3 import s3_server
 
 
 def test_splits_are_read_from_an_s3_uri():
-    """Row groups and files at an S3 URI are read, even by a pickled copy of the enumerator, as in tasks.
+    """An enumerator lists row groups or files at an S3 URI, and a pickled copy of it reads them, as a task does.
 
-    The splits do not contain the secret key.
+    The secret key in the URI is not in the `repr` of the splits.
     """
     with s3_server() as (filesystem, uri):
         pq.write_table(pa.table({"n": range(10)}), "bucket/states/n.parquet", filesystem=filesystem, row_group_size=4)

@@ -1,4 +1,4 @@
-"""Trials of the sinks that write to PostgreSQL and to S3."""
+"""Creates a `Trial` (`commit_trials`) of each sink that writes to a server: PostgreSQL and S3."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def postgresql_trial(postgresql_server, folder, number):
 
     with psycopg.connect(postgresql_server.url, autocommit=True) as database:
         database.execute(f'CREATE TABLE {table} (id BIGINT, "text" TEXT)')
-        with contextlib.suppress(psycopg.Error):
+        with contextlib.suppress(psycopg.Error):  # the first commit creates this table
             database.execute("TRUNCATE stagecrew_commits")
 
     def state():
         tables = query("SELECT relname FROM pg_class WHERE relname LIKE 'stagecrew%' ORDER BY 1")
-        ids = query("SELECT * FROM stagecrew_commits ORDER BY 1, 2") if ("stagecrew_commits",) in tables else []
-        return tables, ids, query(f"SELECT * FROM {table} ORDER BY 1")
+        commits = query("SELECT * FROM stagecrew_commits ORDER BY 1, 2") if ("stagecrew_commits",) in tables else []
+        return tables, commits, query(f"SELECT * FROM {table} ORDER BY 1")
 
     return Trial(
         lambda: DatabaseSink(postgresql_server.url, table),
@@ -54,11 +54,11 @@ def s3_trial(s3_filesystem, folder, number):
     def leftovers():
         infos = s3_filesystem.get_file_info(pyarrow.fs.FileSelector(path, recursive=True, allow_not_found=True))
         try:
-            known = set(read_committed(path, s3_filesystem).files)
+            committed = set(read_committed(path, s3_filesystem).files)
         except FileNotFoundError:
-            known = set()
+            committed = set()
         names = [info.path for info in infos if info.type == pyarrow.fs.FileType.File]
-        return [name for name in names if name not in known and "/_stagecrew/" not in name]
+        return [name for name in names if name not in committed and "/_stagecrew/" not in name]
 
     commit_log = FileCommitLog(folder / f"log-{number}")
     return Trial(

@@ -156,7 +156,7 @@ def test_a_reused_pid_is_not_killed(child):
     """After the grace period, a different process that has the pid of the terminated worker is not killed."""
     process = child(IGNORES_SIGTERM)
     graceful_shutdown._asked.append((0.0, process.pid, "another start"))
-    graceful_shutdown._later(0, None)
+    graceful_shutdown._kill_overdue(0, None)
     assert process.poll() is None
 
 

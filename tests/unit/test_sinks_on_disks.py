@@ -51,7 +51,7 @@ def fill(disk):
 
 
 def test_a_read_only_disk(trial, disk):
-    """On a read-only disk, a commit fails before any task runs. No rows are visible, and no staged data is left behind.
+    """On a read-only disk, a commit fails before any task runs. No rows are visible, and no staged data remains.
 
     Once the disk is writable, the same commit succeeds.
     """
@@ -94,7 +94,7 @@ def test_a_disk_that_becomes_read_only(trial, disk):
 
 
 def test_a_disk_that_is_full_during_staging(trial):
-    """If the disk is full during staging, the error says so. No rows are visible, and no staged data is left behind.
+    """If the disk is full during staging, the error says so. No rows are visible, and no staged data remains.
 
     A commit of fewer rows with the same id then succeeds.
     """

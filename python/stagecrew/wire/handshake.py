@@ -32,7 +32,7 @@ NONCE_BYTES = 32
 
 
 class Handshake:
-    """One handshake of this process. `role` is what it does, such as "sampler". `peer` names the server in errors."""
+    """One handshake of this process. `role` is its purpose, such as "sampler". `peer` names the server in errors."""
 
     def __init__(self, token: str, role: str, peer: str) -> None:
         self._token, self._role, self._peer = token, role, peer

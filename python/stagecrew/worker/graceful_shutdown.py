@@ -1,12 +1,13 @@
 """Gracefully shuts down workers that Spark no longer needs, so that their listeners close.
 
-Spark's daemon sends SIGKILL to idle workers beyond `spark.python.factory.idleWorkerMaxPoolSize`, and to a worker whose
-task was killed and did not end. A worker with open listeners catches SIGTERM. It gets SIGTERM first, and SIGKILL if it
-is still running after `SECONDS`. A worker that is idle or closing has registered the time that its closes need, and
-gets at least this time. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
+Spark's daemon sends SIGKILL to idle workers beyond `spark.python.factory.idleWorkerMaxPoolSize`, and to a worker that
+still runs a task after Spark has killed this task. With this module, the daemon first sends SIGTERM to a worker that
+catches it, which a worker with open listeners does. It sends SIGKILL if the worker is still running after `SECONDS`. A
+worker that is idle or closing registers how long its listeners may take to close (`needs`). If that is longer, the
+daemon waits that long. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
 
-The daemon has one thread and must have no other before it forks, so the handler of a timer sends SIGKILL. Nothing else
-in the daemon uses a timer.
+The daemon forks, so it must have only one thread. Therefore a signal timer sends SIGKILL, not a thread. Nothing else in
+the daemon uses a timer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Final
 
 __all__ = ["SECONDS", "forget", "install", "needs"]
 
-#: The time that a worker with a running task gets after SIGTERM, in seconds.
+#: The shortest time from SIGTERM to SIGKILL, in seconds.
 SECONDS: Final = 5.0
 #: How often the daemon checks for workers that are due, after the first `SECONDS`.
 _INTERVAL: Final = 0.5
@@ -36,7 +37,10 @@ _needed: memoryview | None = None
 
 
 def install() -> None:
-    """Makes Spark's daemon kill its workers with `_kill`. Called in the daemon, before its loop."""
+    """Makes Spark's daemon kill its workers with `_kill`. Called in the daemon, before its loop.
+
+    `pyspark.daemon` gets a copy of the module `os` with another `kill`. Other modules keep the real one.
+    """
     global _needed
     import pyspark.daemon
 
@@ -46,9 +50,13 @@ def install() -> None:
 
 
 def forget() -> None:
-    """Called in a forked worker before each task. Removes the daemon's timer, and resets the time to `SECONDS`."""
+    """Called in a forked worker before each task.
+
+    Forgets the workers that the daemon has asked to end, and the daemon's signal handler, which the fork copied. The
+    worker needs `SECONDS` again.
+    """
     needs(0)
-    if _asked or signal.getsignal(signal.SIGALRM) is _later:
+    if _asked or signal.getsignal(signal.SIGALRM) is _kill_overdue:
         _asked.clear()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
@@ -77,13 +85,13 @@ def _kill(pid: int, number: int) -> None:
     os.kill(pid, signal.SIGTERM)
     if all(entry[1:] != (pid, started) for entry in _asked):
         _asked.append((time.monotonic(), pid, started))
-    # A running timer is not restarted: it would never fire while workers are killed again and again.
-    if signal.getsignal(signal.SIGALRM) is not _later or signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0):
-        signal.signal(signal.SIGALRM, _later)
+    # A running timer is not restarted. Otherwise each kill would postpone it, and a series of kills forever.
+    if signal.getsignal(signal.SIGALRM) is not _kill_overdue or signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0):
+        signal.signal(signal.SIGALRM, _kill_overdue)
         signal.setitimer(signal.ITIMER_REAL, SECONDS, _INTERVAL)
 
 
-def _later(_number: int, _frame: FrameType | None) -> None:
+def _kill_overdue(_number: int, _frame: FrameType | None) -> None:
     now = time.monotonic()
     for entry in list(_asked):
         asked, pid, started = entry

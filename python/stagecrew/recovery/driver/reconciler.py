@@ -25,14 +25,15 @@ __all__ = ["JobReconciler", "RunLauncher"]
 
 _log = logging.getLogger("stagecrew")
 
-#: The first and the longest pause of a job after a lost run, in seconds. The pause doubles after each loss.
+#: The first and the longest pause of a job after a lost run or an error, in seconds. Each is twice the one before. A
+#: run is lost if its process exits before the job ends.
 _PAUSES: Final = (1.0, 60.0)
-#: How long a process may stay alive after its job has ended, in seconds. After the same time, it is logged that a job
-#: waits for the process of another leader.
+#: How long a process may stay alive after its job has ended, in seconds. If a job waits this long for the process of an
+#: earlier leader, the reconciler logs a warning.
 _LINGER: Final = 30.0
 #: The maximum number of ended jobs whose age one pass checks.
 _PRUNED_PER_PASS: Final = 5
-#: How long after the end of a prune the next one starts, in seconds.
+#: The seconds from the end of one round of pruning to the start of the next.
 _PRUNE_PERIOD: Final = 300.0
 
 
@@ -40,27 +41,28 @@ class RunLauncher(Protocol):
     """Starts the processes of runs. See `Launcher`."""
 
     def prepare(self, spec: JobSpec, job: str) -> Path:
-        """Prepares the files of a run, before the run is counted."""
+        """Prepares the files of a run, before the run counts towards the job's `max_attempts`."""
 
     def start(self, folder: Path, run: Run, term: int, finish: bool) -> RunProcess:
-        """Starts a run, or a process that only finishes the decided commits."""
+        """Starts a run, or a process that only finishes the commits that are decided but not applied."""
 
 
 class JobReconciler:
     """Brings every open job one step closer to its end. Only one thread may use it.
 
-    In each pass, the first rule that applies to a job decides:
+    A job is open until it is cleaned up, so a job that has ended can still be open. In each pass, the first rule that
+    applies to a job decides:
 
-    * A job that waits to be retried is left alone, unless its cancellation was requested.
-    * A job that has ended is cleaned up once its process has exited.
-    * For an ending job, the process of its run is killed, and another one finishes the decided commits.
+    * A job that waits for its retry is left alone, unless its cancellation was requested.
+    * A job that has ended is cleaned up once its process has exited. The process is killed after `_LINGER` seconds.
+    * For an ending job, the process of its run is killed. A second process then finishes the decided commits.
     * A job whose cancellation was requested starts ending.
     * A job whose process is alive is left alone.
-    * A job that has lost all its runs starts ending.
-    * Any other job is run.
+    * A job that has lost `max_attempts` runs starts ending.
+    * Any other job is run, if no process of an earlier leader runs it, and fewer than `at_once` processes are running.
 
-    A pass reads only the open jobs, so its cost does not grow with the number of ended jobs. With `keep`, it also
-    removes a few of the jobs that ended more than that many seconds ago.
+    A pass reads only the open jobs, so its cost does not grow with the number of cleaned-up jobs. With `keep`, it also
+    removes a few of the jobs that ended more than `keep` seconds ago.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class JobReconciler:
     ) -> None:
         self._jobs, self._term, self._launcher, self._at_once, self._clock = jobs, term, launcher, at_once, clock
         self._keep = keep
-        #: The prune in progress, and when the next one starts.
+        #: The round of pruning in progress, and when the next one starts.
         self._prune: Iterator[PruneResult] | None = None
         self._next_prune = -math.inf
         self.processes: dict[str, RunProcess] = {}
@@ -92,7 +94,10 @@ class JobReconciler:
         self._waiting: dict[str, tuple[float, bool]] = {}
 
     def reconcile(self) -> None:
-        """Makes one pass over all open jobs. Raises only `LeadershipLost` and `SessionLost`."""
+        """Makes one pass over all open jobs. An error of one job is logged, and the job is retried.
+
+        Raises `LeadershipLost`, `SessionLost`, and any error of the store while it lists the open jobs.
+        """
         names = self._jobs.open_names()
         self._forget_all_but(names)
         for job in names:
@@ -154,27 +159,27 @@ class JobReconciler:
     def _clean_up(self, job: str, record: JobRecord, process: RunProcess | None) -> None:
         if process is None:
             self._jobs.clean_up(job)
-            _log.info("job %r has %s", job, record.state)
+            _log.info("job %r has ended: %s", job, record.state)
         elif self._clock() - self._lingering_since.setdefault(job, self._clock()) > _LINGER:
             _log.warning(
-                "job %r has %s, but its process %d is still running: killing it", job, record.state, process.pid
+                "job %r has ended (%s), but its process %d is still running; killing it", job, record.state, process.pid
             )
             process.kill()
 
     def _finish(self, job: str, record: JobRecord, process: RunProcess | None) -> None:
         if process is not None and not process.finishing:
-            process.kill()  # its writes are fenced
+            process.kill()  # safe at any time: the store has refused its writes since the job began to end
         elif process is None and self._has_room() and self._check_process_gone(job):
             folder = self._launcher.prepare(self._spec_or_placeholder(job), job)
             self._start(folder, lambda: self._jobs.start_finishing(job, record.run), finish=True)
 
     def _run(self, job: str, record: JobRecord, version: int, claim: int) -> None:
         if job in self._retries or record.run >= record.max_attempts:
-            # A run that cannot read the stored steps and commits would be lost through no fault of its own, so it must
-            # not be counted.
+            # If the stored steps or commits cannot be read, another run would be lost for this reason only. So this is
+            # checked before a run is counted, or the job fails. The first run has nothing to read.
             self._jobs.require_readable(job)
         if record.run >= record.max_attempts:
-            reason = f"all its {record.run} runs were lost before the job ended: see the output of the last run"
+            reason = f"all its {record.run} runs were lost before the job ended; see the output of the last run"
             self._jobs.start_ending(job, (record, version), JobState.FAILED, reason)
         elif self._has_room():
             folder = self._launcher.prepare(self._jobs.spec(job), job)
@@ -192,14 +197,14 @@ class JobReconciler:
         return len(self.processes) < self._at_once
 
     def _spec_or_placeholder(self, job: str) -> JobSpec:
-        """Returns the specification of an ending job; a placeholder if it is unreadable.
+        """Returns the specification of an ending job, or a placeholder if it is unreadable.
 
-        The job's commits can often be finished without its files.
+        The job's commits can often be finished without the specification.
         """
         try:
             return self._jobs.spec(job)
         except RecordUnreadable as error:
-            _log.warning("job %r is finished without its files: %s", job, error)
+            _log.warning("cannot read the specification of job %r; its commits are finished without it: %s", job, error)
             return JobSpec("unreadable")
 
     # -- Processes
@@ -214,7 +219,7 @@ class JobReconciler:
         if not logged and self._clock() - since > _LINGER:
             logged = True
             _log.warning(
-                "job %r waits for process %s on %s, which ran it before and is still alive: kill it if it is suspended",
+                "job %r waits: process %s on %s ran this job before, and is still alive. If it is suspended, kill it",
                 job, process.get("pid"), process.get("host"),
             )  # fmt: skip
         self._waiting[job] = (since, logged)
@@ -233,7 +238,7 @@ class JobReconciler:
         else:
             pause = self._schedule_retry(job)
             _log.warning(
-                "job %r: run %d exited with code %d before the job ended; the job is retried in %g s",
+                "job %r: run %d exited with code %d before the job ended; the leader continues the job in %g s",
                 job, process.run.number, code, pause,
             )  # fmt: skip
         return None
@@ -255,7 +260,7 @@ class JobReconciler:
     # -- Old jobs
 
     def _continue_prune(self) -> None:
-        """Examines a few more ended jobs. An error ends only the current prune; the next one starts minutes later."""
+        """Examines a few more ended jobs. An error ends only the current round; the next one starts minutes later."""
         if self._keep is None or self._clock() < self._next_prune:
             return
         try:

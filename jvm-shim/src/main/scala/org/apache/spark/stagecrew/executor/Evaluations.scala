@@ -7,15 +7,15 @@ import driver._, spark._, wire._
 
 /**
  * The evaluations of an executor: calls of bound functions that exchange messages with coordinators on the driver. This
- * class holds their mailboxes, routes frames by the number of the evaluation, and never reads payloads.
+ * class holds their mailboxes, routes frames by the id of the evaluation, and never reads payloads.
  *
- * Frames reach the driver's Python by one of two routes: Spark's RPC and the driver's JVM, or, if the driver's Python
- * is on this host, its own link to this executor. An evaluation keeps the route on which it began, so that its frames
- * stay in order.
+ * Frames reach the driver's Python by one of two routes: `rpc` (Spark's RPC and the driver's JVM), or, if the driver's
+ * Python is on this host, `direct` (its own link to this executor). An evaluation keeps the route on which it began, so
+ * that its frames stay in order.
  *
- * Link threads deliver frames from workers, and RPC threads and the link of the driver's Python deliver frames from the
- * driver. All write to workers and to the driver. During a write, the lock of this class is not held, but the lock of
- * one evaluation may be, to keep its events in order.
+ * Threads of links read the frames of workers. Threads of Spark's RPC, or of the direct link, read the frames of the
+ * driver. Each of these threads may write to workers and to the driver. No thread holds the lock of this class while it
+ * writes. It may hold the lock of one evaluation, which keeps the events of this evaluation in order.
  */
 final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.Attempts, rpc: Evaluations.Route) {
   import Evaluations._
@@ -24,7 +24,8 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
   /** The link of the driver's Python, and the route over it. */
   @volatile private var direct = Option.empty[(Link, Route)]
 
-  /** Serves a worker's link until it ends. Frames that have arrived together are sent to the driver together. */
+  /** Serves a worker's link with the role `evaluations` until it ends. Frames that have arrived together are sent to
+    * the driver together. */
   def serve(link: Link, limit: Int): Unit = {
     val batch = new Batch
     try while (true) {
@@ -35,7 +36,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
     } finally batch.flush()
   }
 
-  /** Serves the link of the driver's Python until it ends. `message` makes a message to the driver of frames. */
+  /** Serves the link of the driver's Python until it ends. `message` wraps frames into one message to the driver. */
   def serveDriver(link: Link, limit: Int, message: Array[Byte] => Array[Byte]): Unit = {
     val route = Route(frames => link.write(message(frames)))
     val before = synchronized {
@@ -63,7 +64,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
     case "READY" =>
       val ready = Frames.decode(ByteBuffer.wrap(frame))
       val (id, attempt) = (ready.long("evaluation"), ready.long("attempt"))
-      val evaluation = synchronized { // the route cannot end before `byId` has the evaluation
+      val evaluation = synchronized { // if the direct link ends now, `serveDriver` finds the evaluation
         val route = direct.map(_._2).getOrElse(rpc)
         val evaluation = new Evaluation(id, link, attempt, route, new Mailbox(maxEvents, maxBytes))
         byId(id) = evaluation // before the driver can reply
@@ -87,12 +88,12 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
         evaluation.deliver(_.addCredit(credit.long("events"), credit.long("bytes")))
       }
     case kind @ ("EVENTS" | "REQUEST" | "FINISH" | "ASK_HANDLED") =>
-      // If the evaluation is unknown, Spark has ended its attempt: its frames are dropped.
+      // An unknown evaluation has ended: its frames are dropped, and the worker gets ABORT.
       val id = Frames.evaluationOf(frame)
       val evaluation = find(id)
       if (kind == "FINISH") evaluation.foreach(_.finishSequence = Frames.sequenceOf(frame))
       if (evaluation.nonEmpty) batch.add(evaluation.get.route, frame)
-      else link.send("ABORT", id, "its attempt has ended, or it was reset")
+      else link.send("ABORT", id, "its attempt has ended, or its coordinator was reset")
     case other => throw new FrameException(s"an evaluation does not send $other")
   }
 
@@ -163,7 +164,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
 }
 
 object Evaluations {
-  /** A way for messages to the driver's Python. */
+  /** One way to send messages to the driver's Python. */
   final case class Route(send: Array[Byte] => Unit)
 
   /** The task attempts of this executor. */
@@ -184,7 +185,8 @@ object Evaluations {
       override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit =
         Log.contained("handling a message of a coordinator")(evaluations.onDriverMessage(ByteBuffer.wrap(message)))
     })
-    // The endpoint's reference is sent only once, because its Java serialization is slow.
+    // NEAR has the place file, so that the driver's Python can connect directly if it is on this host. The endpoint's
+    // reference is sent only once, because its Java serialization is slow.
     driver.send(Rpc.withSender(endpoint, Frames.encode("NEAR", executor, place)))
     evaluations
   }
@@ -198,7 +200,8 @@ object Evaluations {
       val id: Long, val link: Link, val attempt: Long, val route: Route, mailbox: Mailbox) {
     /** The sequence number of the FINISH frame, or -1 before that frame. The reply to it is the last one. */
     @volatile var finishSequence = -1L
-    /** Whether READY was sent to the driver, and how the evaluation ended before that. Guarded by the outer lock. */
+    /** Whether READY was sent to the driver, and how the evaluation ended before that. Guarded by the lock of
+      * `Evaluations`. */
     var announced = false
     var ending = Option.empty[(String, String)]
 
@@ -210,8 +213,8 @@ object Evaluations {
     }
   }
 
-  /** Frames that are sent to the driver in one message. A frame for another route sends the earlier ones. Not
-    * thread-safe. */
+  /** Frames that are sent to the driver in one message. Before a frame for another route is added, the earlier frames
+    * are sent. Not thread-safe. */
   private final class Batch {
     private var route: Route = _
     private val frames = mutable.ArrayBuffer.empty[Array[Byte]]

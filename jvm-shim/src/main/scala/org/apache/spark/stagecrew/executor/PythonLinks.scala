@@ -3,8 +3,8 @@ package executor
 
 import wire._
 
-/** Handles the links of an executor to its Python processes: workers, the agent, evaluations and samplers. Called in
-  * the threads of the links. */
+/** Handles an executor's links to Python: to workers (one for listeners, one for evaluations), to the agent, to the
+  * daemon's sampler, and to the driver's Python if it is on this host. Called in the threads of the links. */
 private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandler {
   import crew.{agent, attempts, closings, descriptions, executor, executorListeners, processes, samples, settings}
 
@@ -46,7 +46,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
   }
 
   /** The attempt may have been killed, or may have ended, while its worker started. A short attempt may also have ended
-    * before this frame was read: then the END frame follows. A task without listeners has a negative attempt (UNBOOKED
+    * before this frame was read: then the END frame follows. A task without listeners has the attempt -1 (UNBOOKED
     * in python/stagecrew/worker/process.py). */
   private def attemptBegan(link: Link, attempt: Long): Unit = {
     processes.began(link, attempt, crew.table.chainOf(attempt).toSet)
@@ -84,7 +84,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
     val topology = descriptions.known(hook.topology).map(_.name).getOrElse(hook.topology)
     val text = s"${hook.name} of listener '${nameOf(hook.topology, hook.index)._1}' " +
       s"(topology '$topology', executor $executor, host ${crew.host}) " +
-      s"took longer than $limit ms and ignored its interruption; process ${link.pid} was killed"
+      s"took longer than $limit ms and did not stop when it was interrupted; process ${link.pid} was killed"
     Log.log.warn(text)
     attempt.flatMap(attempts.get).foreach(_.workerKillReason = Some(text))
     if (link.role == "agent") agentKillReason = text

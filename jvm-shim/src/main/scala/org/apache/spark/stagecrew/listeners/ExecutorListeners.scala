@@ -12,7 +12,7 @@ final class OpenListeners(val jvm: Option[JvmListeners], val agent: Opened, val 
 final class AgentOpenFailedException(traceback: String) extends Exception(traceback)
 
 /** Opens the executor-scoped listeners of each topology once. All tasks of the topology share the outcome. After a
-  * failure, the next attempt opens them again. */
+  * failure, the next task tries again. */
 final class ExecutorListeners(
     settings: Settings, ledger: Ledger, processes: Processes, agent: Agent, pool: ExecutorService,
     contextOf: Description => ListenerContext) {
@@ -21,8 +21,7 @@ final class ExecutorListeners(
   private val jvmListeners = new ConcurrentHashMap[String, JvmListeners]() // the open ones: they outlive a lost agent
   private val failures = new ConcurrentHashMap[String, Integer]()
 
-  /** Opens the listeners of a topology, or waits until another thread has opened them. Throws the exception of the
-    * open. */
+  /** Opens the listeners of a topology, or waits until another thread has opened them. Throws what `open` threw. */
   def open(description: Description): OpenListeners =
     if (description.listeners.forall(entry => entry.kind == "pickle" && entry.scope.contains("worker"))) none
     else opened.of(description.id) {
@@ -37,16 +36,17 @@ final class ExecutorListeners(
       }
     }
 
-  /** The open listeners of a topology. None before and during the open, and after a failure. */
+  /** The open listeners of a topology. None until all of them are open, and after a failure. */
   def of(topology: String): Option[OpenListeners] = opened.computed(topology)
 
-  /** The open of a topology's listeners that is in progress. */
+  /** The outcome of a topology's listeners that are being opened. */
   def opening(topology: String): Option[CompletableFuture[OpenListeners]] = opened.pending(topology)
 
-  /** How many opens of a topology failed in a row, for the backoff. */
+  /** How many times in a row the listeners of a topology could not be opened, for the backoff. */
   def failuresInARow(topology: String): Int = Option(failures.get(topology)).fold(0)(_.intValue)
 
-  /** The lifetime of a listener. If the listener is registered by name, an executor must import it first. */
+  /** The lifetime of a listener: "application" or "execution". Only the agent knows that of a listener that is
+    * registered by name. Then this opens the application's listeners, and waits. */
   def lifetimeOf(application: Description, entry: Entry): String = entry.lifetime
     .orElse(open(application).agent.listeners.find(_.index == entry.index).map(_.lifetime)).getOrElse("application")
 
@@ -57,7 +57,8 @@ final class ExecutorListeners(
     Option(jvmListeners.remove(topology))
   }
 
-  /** The agent was lost with its open listeners, which the next task opens again. Returns their topologies. */
+  /** Called when the agent was lost. Forgets the listeners that were open in it, so that the next task opens them
+    * again. Returns the ids of their topologies. */
   def agentLost(): Seq[String] = {
     val lost = opened.keys.filter(of(_).exists(_.inAgent))
     lost.foreach(opened.forget)
@@ -66,8 +67,9 @@ final class ExecutorListeners(
 
   private def openAll(description: Description): OpenListeners = {
     val lifetime = description.lifetime
-    // The topology of an execution has the same listeners as the application. Each listener opens in one of the two,
-    // depending on its lifetime. If it is registered by name, the agent finds its lifetime.
+    // An execution (SQL query, RDD job or streaming query) has a topology with the same listeners as the application
+    // topology. Each listener opens in one of these two, as its lifetime says. The agent knows the lifetime of a
+    // listener that is registered by name.
     val entries = description.listeners.filter(entry => lifetime.forall(own => entry.lifetime.forall(_ == own)))
     val jvm = entries.filter(_.kind == "jvm")
     if (jvm.nonEmpty && !jvmListeners.containsKey(description.id)) {
@@ -92,7 +94,7 @@ final class ExecutorListeners(
       listener.scope == "executor" && lifetime.forall(_ == listener.lifetime))
     if (!isOpen) {
       agent.current.foreach(processes.closed(_, description.id))
-      if (reply.error.isEmpty) agent.retire(processes.hasTopologies) // after a failure the next attempt needs it
+      if (reply.error.isEmpty) agent.retire(processes.hasTopologies) // after a failure, the next task needs the agent
     }
     reply.error.foreach(error => throw new AgentOpenFailedException(error))
     (reply, isOpen)

@@ -12,7 +12,7 @@ import java.util.concurrent.atomic.AtomicLong
 import scala.util.control.NonFatal
 import executor._
 
-/** The connection to one Python process. */
+/** A connection that has passed the handshake: the channel to one Python process. */
 final class Link(channel: WritableByteChannel, hello: Frame, reader: FrameReader) {
   val process: String = hello.text("process")
   val role: String = hello.text("role")
@@ -21,7 +21,7 @@ final class Link(channel: WritableByteChannel, hello: Frame, reader: FrameReader
   /** Sends one frame. If the connection is broken, closes it, and the thread that reads it ends. */
   def send(kind: String, values: Any*): Unit = write(Frames.encode(kind, values: _*))
 
-  /** Sends encoded frames, each with its length prefix. Does not wait. */
+  /** Sends bytes that consist of frames with their length prefixes. Never waits. */
   def write(frames: Array[Byte]): Unit =
     try channel.write(ByteBuffer.wrap(frames)) catch { case _: IOException => close() }
 
@@ -38,20 +38,20 @@ final class Link(channel: WritableByteChannel, hello: Frame, reader: FrameReader
 trait LinkHandler {
   def connected(link: Link): Unit
   def received(link: Link, frame: Frame): Unit
-  /** Reads the link's frames until an exception ends it. */
+  /** Reads the link's frames in a loop, which only an exception ends. */
   def serve(link: Link, limit: Int): Unit = while (true) received(link, link.read(limit))
   /** Called once, after the last frame. */
   def disconnected(link: Link): Unit
 }
 
 /**
- * The server of the channels to Python processes. `owner`, for messages, is the side that it serves: the driver or an
- * executor. `newFolder` makes a private folder for the place file.
+ * The server of the channels to Python processes. `owner` names this JVM in log lines: the driver or an executor.
+ * `newFolder` makes a private folder for the place file, which contains the server's address and the token. Only this
+ * user can read it.
  *
- * Both sides of a connection must prove that they know the token (`Handshake`), before a deadline. Other connections
- * are strangers. They are closed, and do not delay anything. The token is in the place file, which only this user can
- * read. A local property could not hold it: in local mode tasks share their properties with the job, so it could reach
- * the event log.
+ * Both sides of a connection must prove that they know the token (`Handshake`). A connection is a stranger until its
+ * client has proved this. A stranger is closed at its deadline, or when there are too many. Strangers delay nobody
+ * else. The token is not in a Spark local property, because Spark may write these to the event log in local mode.
  */
 final class Channels(newFolder: () => File, settings: Settings, version: String, owner: String, welcome: () => String,
     handler: LinkHandler) {
@@ -94,10 +94,10 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
 
   private def serve(number: Long, connection: LinkChannel): Unit = {
     val accepted = try handshake(number, connection) catch {
-      case _: EOFException => None // it has closed the connection
+      case _: EOFException => None // the client closed the connection
       case NonFatal(error) =>
-        // This side has closed a channel that has no message.
-        val reason = Option(error.getMessage).getOrElse("it proved no token in time, or there were too many strangers")
+        // If this side closed the connection, the exception has no message.
+        val reason = Option(error.getMessage).getOrElse("it did not prove the token in time, or too many had not")
         if (!closed) warnings.warn(s"a connection to the channel of $owner was refused: $reason")
         None
     } finally strangers.synchronized(strangers.remove(number))
@@ -107,7 +107,7 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
         handler.serve(link, settings.maxFrame)
       } catch {
         case _: IOException => () // the connection has ended
-        case NonFatal(error) => Log.log.warn(s"closed the channel to $link: ${error.getMessage}")
+        case NonFatal(error) => Log.log.warn(s"closed the connection to $link: ${error.getMessage}")
       } finally Log.contained(s"handling the end of $link")(handler.disconnected(link))
     }
     connections.remove(connection)
@@ -128,7 +128,7 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
       if (hello.text("version") != version) {
         link.send("REFUSED", s"this process has stagecrew ${hello.text("version")}, but $owner has $version")
         None
-      } else if (strangers.synchronized(strangers.remove(number)).isEmpty) None // it was closed just now
+      } else if (strangers.synchronized(strangers.remove(number)).isEmpty) None // it was closed meanwhile
       else {
         link.send("WELCOME", welcome())
         Some(link)
@@ -136,7 +136,7 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
     } finally deadline.cancel(false)
   }
 
-  /** Closes the address and every connection, and removes the place file. */
+  /** Stops listening, closes every connection, and removes the place file. */
   def close(): Unit = {
     closed = true
     address.close()
