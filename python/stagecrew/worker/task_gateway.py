@@ -123,6 +123,10 @@ class TaskGateway:
             EvaluationEnded: The evaluation has ended, or Spark has killed its attempt.
             CoordinationTimeout: The coordinator handled none of the earlier messages within
                 `spark.stagecrew.request.timeout`.
+
+        The last events are not guaranteed to arrive if the evaluation does not finish: if Spark stops reading its rows
+        early (as with `limit`), or if it fails. A request does not return before the coordinator has handled all
+        earlier events of the thread.
         """
         payload = pack(event, self._bound.max_event)
         while True:
