@@ -282,6 +282,30 @@ class Driver:
         seconds = max(row.ended for row in rows) - coordinator.started  # one clock on one host
         return {"seconds": [row.seconds for row in rows], "per_second": tasks * count / seconds}
 
+    def load(self, tasks, seconds):
+        """Measures requests of 100 bytes from concurrent tasks that all send for the same time.
+
+        No task ends within this time, because PySpark then collects garbage, which takes 20 ms of CPU per worker.
+        """
+
+        def work(gateway):
+            payload = b"x" * 100
+            for _ in range(200):
+                gateway.request(payload)
+            gateway.request(None, timeout=120)
+            times = []
+            started = sent = time.perf_counter()
+            while sent < started + seconds:
+                gateway.request(payload)
+                replied = time.perf_counter()
+                times.append(replied - sent)
+                sent = replied
+            gateway.request(None, timeout=120)
+            return pa.record_batch({"seconds": times})
+
+        rows, _ = self._run_coordinated(tasks, work, "seconds double")
+        return {"seconds": [row.seconds for row in rows], "per_second": len(rows) / seconds}
+
     def up(self, tasks, count, size):
         """Measures events per second from tasks to their coordinator. Events are numbers, or bytes of this size."""
 
