@@ -103,7 +103,7 @@ def test_a_listener_that_cannot_be_pickled_is_named(sessions, journal):
 def test_a_listener_name_that_cannot_be_imported_fails_the_job(sessions, caplog):
     """If the name of a listener cannot be imported at all, the job fails, and the error's first line says so."""
     spark = sessions.get("local[2,2]", spark__stagecrew__listeners="no_such_module:pool")
-    assert "the driver has no module 'no_such_module'" in caplog.text
+    assert "needs the module 'no_such_module', which the driver does not have" in caplog.text
     with pytest.raises(
         Exception, match=r"'no_such_module:pool' in spark.stagecrew.listeners cannot be imported"
     ) as caught:
