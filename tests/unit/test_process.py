@@ -430,7 +430,7 @@ def test_an_idle_worker_reports_the_timeout_of_its_closes(executor, journal, mon
         executor_end.sendall(b"the next task")
         executor.worker.wait_for_task(worker_end)
     assert close_timeout() == 42  # two of 20.5 s, and one second to end
-    graceful_shutdown.forget()
+    graceful_shutdown.reset_in_worker()
     assert close_timeout() == 0
     executor.worker.leave("the worker ends")
     assert close_timeout() == 42

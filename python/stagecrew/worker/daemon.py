@@ -50,7 +50,7 @@ def worker(sock: socket.socket, authenticated: bool) -> int:
         _process.wait_for_task(sock)
         if not _process.anything_open and _process._channel.fileno() < 0:
             _process = None
-    graceful_shutdown.forget()
+    graceful_shutdown.reset_in_worker()
     _hook_pyspark()
     code = 1
     try:

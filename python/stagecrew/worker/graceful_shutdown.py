@@ -3,8 +3,8 @@
 Spark's daemon sends SIGKILL to idle workers beyond `spark.python.factory.idleWorkerMaxPoolSize`, and to a worker that
 still runs a task after Spark has killed this task. With this module, the daemon first sends SIGTERM to a worker that
 catches it, which a worker with open listeners does. It sends SIGKILL if the worker is still running after `SECONDS`. A
-worker that is idle or closing registers how long its listeners may take to close (`needs`). If that is longer, the
-daemon waits that long. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
+worker that is idle or closing registers how long its listeners may take to close. If that is longer, the daemon waits
+that long. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
 
 The daemon forks, so it must have only one thread. Therefore a signal timer sends SIGKILL, not a thread. Nothing else in
 the daemon uses a timer.
@@ -22,7 +22,7 @@ import types
 from types import FrameType
 from typing import Final
 
-__all__ = ["SECONDS", "forget", "install", "needs"]
+__all__ = ["SECONDS", "install", "reset_in_worker", "set_time_to_end"]
 
 #: The shortest time from SIGTERM to SIGKILL, in seconds.
 SECONDS: Final = 5.0
@@ -49,19 +49,19 @@ def install() -> None:
     pyspark.daemon.os = types.SimpleNamespace(**{**names, "kill": _kill})  # type: ignore[assignment, attr-defined]
 
 
-def forget() -> None:
+def reset_in_worker() -> None:
     """Called in a forked worker before each task.
 
     Forgets the workers that the daemon has asked to end, and the daemon's signal handler, which the fork copied. The
     worker needs `SECONDS` again.
     """
-    needs(0)
+    set_time_to_end(0)
     if _asked or signal.getsignal(signal.SIGALRM) is _kill_overdue:
         _asked.clear()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-def needs(seconds: float) -> None:
+def set_time_to_end(seconds: float) -> None:
     """Called in a forked worker. Sets the time that it needs to end after SIGTERM."""
     pid = os.getpid()
     if _needed is not None and pid < len(_needed):

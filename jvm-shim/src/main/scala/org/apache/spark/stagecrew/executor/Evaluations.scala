@@ -32,7 +32,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       val frame = link.readBytes(limit)
       Hops.passed("executor-reads", frame)
       onWorkerFrame(link, frame, batch)
-      if (batch.size >= BatchBytes || !link.hasMore) batch.flush()
+      if (batch.byteCount >= BatchBytes || !link.hasMore) batch.flush()
     } finally batch.flush()
   }
 
@@ -110,6 +110,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
   }
 
   private def onDriverFrame(frame: Array[Byte], replies: Batch): Unit = Frames.nameOf(frame) match {
+    // The driver has lost its connection to the coordinators, so every evaluation ends.
     case "LOST" => end(_ => true, "failed", Frames.decode(ByteBuffer.wrap(frame)).text("reason"))
     case kind => find(Frames.evaluationOf(frame)).foreach(onFrame(_, kind, frame, replies))
   }
@@ -123,7 +124,8 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       }
     case "REPLY" | "HANDLED" | "ABORT" =>
       val isLast = kind == "ABORT" || (kind == "REPLY" && evaluation.finishSequence == Frames.sequenceOf(frame))
-      // This must precede the write, because the worker may send FINISH as soon as it has a reply.
+      // Removed before the write: once the worker has this frame, it may send FINISH or disconnect, and then the
+      // evaluation must not be found.
       if (isLast) synchronized(byId -= evaluation.id)
       evaluation.link.write(Frames.withLength(frame))
       Hops.passed("executor-written", frame)
@@ -170,7 +172,7 @@ object Evaluations {
   /** The task attempts of this executor. */
   trait Attempts {
     def runs(attempt: Long): Boolean
-    /** Why the attempt failed, or that Spark has asked it to end. Called before `runs`. */
+    /** Why the attempt failed, or that Spark has asked it to end. None otherwise. Called before `runs`. */
     def failureReason(attempt: Long): Option[String]
     /** The attempt number of the stage, and the stage's number of partitions. A Python task does not know them. */
     def stageOf(attempt: Long): (Int, Int)
@@ -219,7 +221,7 @@ object Evaluations {
     private var route: Route = _
     private val frames = mutable.ArrayBuffer.empty[Array[Byte]]
     private var bytes = 0
-    def size: Int = bytes
+    def byteCount: Int = bytes
 
     def add(to: Route, frame: Array[Byte]): Unit = {
       if (to ne route) flush()

@@ -68,7 +68,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
     processes.disconnected(link)
     if (link.role == "agent") {
       if (agent.disconnected(link, Option(agentKillReason))) {
-        // Workers have copies of the agent's values. They close them, and request them again for their next task.
+        // Workers have copies of the agent's values. They must close the topology, and request new values afterwards.
         executorListeners.agentLost().foreach(topology => processes.linksOf(topology).foreach { case (worker, _) =>
           worker.send("CLOSE", topology)
         })
