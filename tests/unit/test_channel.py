@@ -145,6 +145,17 @@ def test_a_server_without_the_token_gets_no_proof(server, connecting):
     assert server.frames() == []
 
 
+def test_a_server_that_begins_with_another_frame_gets_no_proof(server, connecting):
+    """If the server's first frame is not CHALLENGE, the error names the frame, and the client has sent only a nonce."""
+    result = connecting(server)
+    server.accept()
+    server.frames(1)
+    server.send("WELCOME", body="{}")
+    with pytest.raises(ChannelError, match="the process that replied is not the executor: its first frame is WELCOME"):
+        result()
+    assert server.frames() == []
+
+
 def test_a_server_that_repeats_the_proof_of_another_connection_is_refused(server, connecting):
     """A recorded challenge proves nothing on a new connection, whose client has another nonce."""
     result = connecting(server)
