@@ -19,7 +19,7 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
   /** The NEAR message of each executor. Python gets it again when it reconnects. */
   private val near = new ConcurrentHashMap[String, Array[Byte]]()
   @volatile private var channels: Channels = _
-  /** The last connection from Python, or null while there is none. */
+  /** The connection from Python, or null if Python is not connected. */
   private val python = new AtomicReference[Link]
 
   /** The place file of the channel to the driver's Python. The first call creates the channel. */
