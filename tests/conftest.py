@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 # If a shell starts pytest in the background, pytest ignores Ctrl-C. The processes that tests start and interrupt would
 # inherit this setting.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class ModuleAndMasterScheduling(LoadFileScheduling):
+    """Runs the tests of one module with one master in one process, so they share a session.
+
+    pytest sorts the tests of all modules by master. `--dist loadfile` would undo this: each module would start its
+    session for each master, and no session would be shared by two modules.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        module, _, test = nodeid.partition("::")
+        master = re.search(r"[\[-](local|local-cluster|standalone)\b", test)
+        return f"{module} {master[1]}" if master else module
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ModuleAndMasterScheduling:
+    return ModuleAndMasterScheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects tests

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import stagecrew
+from support.sessions import QUICK_JVM_OPTIONS
 from support.spark_home import spark_home
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
                 "--conf",
                 f"spark.metrics.conf.*.sink.csv.directory={folder}",
                 "--driver-java-options",
-                f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData",
+                f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData {QUICK_JVM_OPTIONS}",
             ),
             *arguments,
         ],
