@@ -20,10 +20,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 class ModuleAndMasterScheduling(LoadFileScheduling):
-    """Runs the tests of one module with one master in one process, so they share a session.
+    """Runs the tests of one module with one master in one process. `--dist loadfile` means this scheduling here.
 
-    pytest sorts the tests of all modules by master. `--dist loadfile` would undo this: each module would start its
-    session for each master, and no session would be shared by two modules.
+    pytest sorts the tests of all modules by master, so that modules share a session. If a process ran whole modules, it
+    would change the master in each of them, and start a session each time.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -32,8 +32,8 @@ class ModuleAndMasterScheduling(LoadFileScheduling):
         return f"{module} {master[1]}" if master else module
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ModuleAndMasterScheduling:
-    return ModuleAndMasterScheduling(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ModuleAndMasterScheduling | None:
+    return ModuleAndMasterScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
