@@ -240,7 +240,7 @@ class Facade:
     """Simulates the driver's JVM. It responds as if no task of a closing topology were running."""
 
     def __getattr__(self, name):
-        responses = {"closeTimeoutMs": 1000, "activity": "{}", "report": '{"topologies": []}', "awaitEnd": True}
+        responses = {"closeTimeoutMs": 1000, "activity": "{}", "report": '{"topologies": []}', "end": True}
         return lambda *_: responses.get(name)
 
 

@@ -87,13 +87,11 @@ class FakeDriver:
         idle: dict[str, list[Any]] = {"jobs": [], "executions": [], "queries": []}
         return json.dumps({**idle, **(self.activities.pop(0) if self.activities else {})})
 
-    def end(self, topology: str, milliseconds: int) -> None:
+    def end(self, topology: str, milliseconds: int, wait_milliseconds: int) -> bool:
         for inside in [one for one, parent in self.parents.items() if parent == topology and one not in self.ended]:
-            self.end(inside, milliseconds)
+            self.end(inside, milliseconds, wait_milliseconds)
         if topology not in self.ended:
             self.ended.append(topology)
-
-    def awaitEnd(self, _topology: str, _milliseconds: int) -> bool:
         return True
 
 

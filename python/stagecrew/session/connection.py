@@ -93,10 +93,9 @@ class PluginConnection:
 
         Returns when each of them has closed it or reported its open listeners, at the latest 5 s after the timeout.
         """
-        self.facade.end(topology, int(seconds * 1000))
-        # Waits in short slices, so that Ctrl-C can interrupt it.
+        # Waits in short slices, so that Ctrl-C can interrupt it. The first call begins the end.
         deadline = time.monotonic() + seconds + _REPORT_GRACE
-        while not self.facade.awaitEnd(topology, 100) and time.monotonic() < deadline:
+        while not self.facade.end(topology, int(seconds * 1000), 100) and time.monotonic() < deadline:
             pass
 
     def cancel(self, topology: str, reason: str) -> None:

@@ -36,7 +36,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   private[stagecrew] val pinning = new ExecutorPinning(
     (executor, begins) =>
       Log.contained("notifying Spark of executors with closing topologies")(SparkInternals.pin(sc, executor, begins)),
-    () => SparkInternals.post(sc, PinningChanged()))
+    () => if (SparkInternals.removesIdleExecutors(sc)) SparkInternals.post(sc, PinningChanged()))
   private val ends = new TopologyEnds(this)
   private val events = new BusListener(this)
   private val totals = new TotalsBook(settings.retainedDeadExecutors)

@@ -7,7 +7,7 @@ import org.apache.spark.sql.StagecrewSql
 import ui._, wire._
 
 /** The methods that Python calls on the driver over py4j. They use only simple types, and return quickly, except
-  * `awaitEnd`, `drain`, `end` and `activity`, which wait. */
+  * `drain`, `end` and `activity`, which wait. */
 final class DriverFacade(crew: DriverCrew) {
   def version(): String = Shim.version
   def settings(): JMap[String, String] = Settings.known
@@ -24,13 +24,14 @@ final class DriverFacade(crew: DriverCrew) {
 
   private val ends = new ConcurrentHashMap[String, java.util.concurrent.Future[Unit]]()
 
-  /** Begins to end a topology. First searches for the partitions of kept datasets, which can take a long time. */
-  def end(id: String, timeoutMs: Long): Unit = ends.computeIfAbsent(id, _ => crew.end(id, timeoutMs))
-
-  /** Waits until a topology has ended, but at most for this time. Returns whether the topology has ended. */
-  def awaitEnd(id: String, ms: Long): Boolean = Option(ends.get(id)).forall { future =>
-    try { future.get(ms, TimeUnit.MILLISECONDS); ends.remove(id); true } catch { case _: TimeoutException => false }
-  }
+  /** Ends a topology, and waits for it, but at most for `waitMs`. Returns whether it has ended. If not, call this again.
+    * The first call also searches for the partitions of kept datasets, which can take a long time. */
+  def end(id: String, timeoutMs: Long, waitMs: Long): Boolean =
+    try {
+      ends.computeIfAbsent(id, _ => crew.end(id, timeoutMs)).get(waitMs, TimeUnit.MILLISECONDS)
+      ends.remove(id)
+      true
+    } catch { case _: TimeoutException => false }
 
   def cancel(id: String, reason: String): Unit = crew.cancel(id, reason)
 

@@ -121,10 +121,10 @@ final class Closings(
 
     private def jvmClosed: Boolean = {
       if (jvm.isEmpty) {
-        val open = executorListeners.remove(topology)
-        jvm = Some(CompletableFuture.runAsync(() => open.foreach(listeners =>
-          Log.contained(s"closing JVM listeners of $topology")(listeners.close())), pool))
-        jvm.foreach(_.whenComplete((_, _) => changed()))
+        jvm = Some(executorListeners.remove(topology).fold(CompletableFuture.completedFuture[Void](null))(open =>
+          CompletableFuture.runAsync(
+            () => Log.contained(s"closing JVM listeners of $topology")(open.close()), pool)))
+        jvm.filterNot(_.isDone).foreach(_.whenComplete((_, _) => changed()))
       }
       jvm.exists(_.isDone)
     }
@@ -132,7 +132,7 @@ final class Closings(
     private def partitionsReleased: Boolean = {
       if (releasing.isEmpty) {
         releasing = Some(release(topology))
-        releasing.foreach(_.whenComplete((_, _) => changed()))
+        releasing.filterNot(_.isDone).foreach(_.whenComplete((_, _) => changed()))
       }
       releasing.exists(_.isDone)
     }

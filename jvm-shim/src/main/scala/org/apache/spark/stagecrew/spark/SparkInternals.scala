@@ -188,6 +188,9 @@ private[stagecrew] object SparkInternals {
     (shuffles.toSet, caches.toSet)
   }
 
+  /** Whether Spark removes idle executors. False while the SparkContext starts. */
+  def removesIdleExecutors(sc: SparkContext): Boolean = sc.executorAllocationManager.nonEmpty
+
   /** Prevents Spark from removing an executor as idle while a topology closes there, as if it ran a task. Called in
     * the listener thread of core/scheduler/dynalloc/ExecutorMonitor.scala. */
   def pin(sc: SparkContext, executor: String, begins: Boolean): Unit = sc.executorAllocationManager.foreach { manager =>
