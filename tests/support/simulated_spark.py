@@ -240,7 +240,8 @@ class Facade:
     """Simulates the driver's JVM. It responds as if no task of a closing topology were running."""
 
     def __getattr__(self, name):
-        responses = {"closeTimeoutMs": 1000, "activity": "{}", "report": '{"topologies": []}', "end": True}
+        report = '{"topologies": []}'
+        responses = {"closeTimeoutMs": 1000, "activity": "{}", "report": report, "end": report}
         return lambda *_: responses.get(name)
 
 

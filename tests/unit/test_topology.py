@@ -87,12 +87,12 @@ class FakeDriver:
         idle: dict[str, list[Any]] = {"jobs": [], "executions": [], "queries": []}
         return json.dumps({**idle, **(self.activities.pop(0) if self.activities else {})})
 
-    def end(self, topology: str, milliseconds: int, wait_milliseconds: int) -> bool:
+    def end(self, topology: str, milliseconds: int, wait_milliseconds: int) -> str:
         for inside in [one for one, parent in self.parents.items() if parent == topology and one not in self.ended]:
             self.end(inside, milliseconds, wait_milliseconds)
         if topology not in self.ended:
             self.ended.append(topology)
-        return True
+        return self.report(topology)
 
 
 @pytest.fixture

@@ -88,15 +88,18 @@ class PluginConnection:
                 f"topology {name!r} cannot begin: {java.getMessage() if java else error}"
             ) from error
 
-    def end(self, topology: str, seconds: float) -> None:
-        """Ends a topology on all executors.
+    def end(self, topology: str, seconds: float) -> TopologyReport | None:
+        """Ends a topology on all executors. Waits until each of them has closed it or reported its open listeners.
 
-        Returns when each of them has closed it or reported its open listeners, at the latest 5 s after the timeout.
+        Returns the report of the topology, or None if the driver does not know it. Returns at the latest 5 s after the
+        timeout.
         """
         # Waits in short slices, so that Ctrl-C can interrupt it. The first call begins the end.
         deadline = time.monotonic() + seconds + _REPORT_GRACE
-        while not self.facade.end(topology, int(seconds * 1000), 100) and time.monotonic() < deadline:
-            pass
+        while not (report := self.facade.end(topology, int(seconds * 1000), 100)):
+            if time.monotonic() >= deadline:
+                return self.report(topology)
+        return _only_report(report)
 
     def cancel(self, topology: str, reason: str) -> None:
         """Cancels the jobs of a topology and stops its streaming queries. Does not wait."""
@@ -122,8 +125,7 @@ class PluginConnection:
 
     def report(self, topology: str) -> TopologyReport | None:
         """The report of the topology with this id, or None if the driver does not know it, or no longer knows it."""
-        found = json.loads(self.facade.report(topology))["topologies"]
-        return TopologyReport._from_json(found[0]) if found else None
+        return _only_report(self.facade.report(topology))
 
     # -- Only for the UI: failures are suppressed
 
@@ -207,3 +209,9 @@ class PluginConnection:
     def _setting(self, key: str) -> str:
         default = next(one.default for one in KEYS if one.name == key)
         return str(self.context.getConf().get(key, default))
+
+
+def _only_report(text: str) -> TopologyReport | None:
+    """The report in the JSON of at most one topology."""
+    found = json.loads(text)["topologies"]
+    return TopologyReport._from_json(found[0]) if found else None

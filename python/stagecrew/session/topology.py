@@ -351,12 +351,13 @@ class Topology(TopologyOperators):
                 f"topology {topology.name!r} has ended: run the datasets of its operators inside its `with` statement"
             )
             self._connection.send_last_statistics(topology.operators)
-        self._connection.end(self.id, self._connection.close_timeout)
-        for topology in (*inside, self):
-            topology._warn()
+        ended = self._connection.end(self.id, self._connection.close_timeout)
+        for topology in inside:
+            topology._warn(topology._newest_report())
+        self._last_report = ended or self._last_report
+        self._warn(self._last_report)
 
-    def _warn(self) -> None:
-        report = self._newest_report()
+    def _warn(self, report: TopologyReport | None) -> None:
         if report is None:  # the driver no longer knows it, and the exit must not fail
             return
         for one in report.listeners:

@@ -23,7 +23,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
 
   override def received(link: Link, frame: Frame): Unit = {
     handle(link, frame)
-    closings.changed()
+    if (PythonLinks.AwaitedByClosings(frame.kind)) closings.changed()
   }
 
   private def handle(link: Link, frame: Frame): Unit = frame.kind match {
@@ -104,6 +104,9 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
 }
 
 object PythonLinks {
+  /** The frames after which a topology may continue to close. */
+  private val AwaitedByClosings = Set("BEGIN", "END", "DESCRIBE", "OPENED", "CLOSED")
+
   /** How long a hook may take to react to the timer signal, after its timeout, before its process is killed. */
   val HookGraceMs = 1000L
 }
