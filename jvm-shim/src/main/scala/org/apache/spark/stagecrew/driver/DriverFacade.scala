@@ -24,15 +24,14 @@ final class DriverFacade(crew: DriverCrew) {
 
   private val ends = new ConcurrentHashMap[String, java.util.concurrent.Future[Unit]]()
 
-  /** Ends a topology, and waits for it, but at most for `waitMs`. Returns its report when it has ended. Returns "" if it
+  /** Ends a topology, and waits for it, but at most for `waitMs`. Returns its report when it has ended, and "" if it
     * has not ended yet: then call this again. The first call also searches for the partitions of kept datasets, which
     * can take a long time. */
-  def end(id: String, timeoutMs: Long, waitMs: Long): String =
-    try {
-      ends.computeIfAbsent(id, _ => crew.end(id, timeoutMs)).get(waitMs, TimeUnit.MILLISECONDS)
-      ends.remove(id)
-      report(id)
-    } catch { case _: TimeoutException => "" }
+  def end(id: String, timeoutMs: Long, waitMs: Long): String = try {
+    ends.computeIfAbsent(id, _ => crew.end(id, timeoutMs)).get(waitMs, TimeUnit.MILLISECONDS)
+    ends.remove(id)
+    report(id)
+  } catch { case _: TimeoutException => "" }
 
   def cancel(id: String, reason: String): Unit = crew.cancel(id, reason)
 

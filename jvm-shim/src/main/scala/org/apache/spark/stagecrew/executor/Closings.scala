@@ -93,14 +93,17 @@ final class Closings(
     def advance(): Unit =
       if (attemptsEnded && opensEnded && workersClosed && agentClosed && jvmClosed && partitionsReleased) finish()
 
+    /** Lets the closing continue when this step is done. Returns the step. */
+    private def awaited[T](step: CompletableFuture[T]): Option[CompletableFuture[T]] = {
+      if (!step.isDone) step.whenComplete((_, _) => changed())
+      Some(step)
+    }
+
     private def attemptsEnded: Boolean = forced || table.attemptsOf(topology).isEmpty
 
     // An open continues even if the task that started it has ended.
     private def opensEnded: Boolean = executorListeners.opening(topology).forall { open =>
-      if (!opening.contains(open)) {
-        opening = Some(open)
-        open.whenComplete((_, _) => changed())
-      }
+      if (!opening.contains(open)) opening = awaited(open)
       open.isDone
     }
 
@@ -120,20 +123,14 @@ final class Closings(
     }
 
     private def jvmClosed: Boolean = {
-      if (jvm.isEmpty) {
-        jvm = Some(executorListeners.remove(topology).fold(CompletableFuture.completedFuture[Void](null))(open =>
-          CompletableFuture.runAsync(
-            () => Log.contained(s"closing JVM listeners of $topology")(open.close()), pool)))
-        jvm.filterNot(_.isDone).foreach(_.whenComplete((_, _) => changed()))
-      }
+      if (jvm.isEmpty)
+        jvm = awaited(executorListeners.remove(topology).fold(CompletableFuture.completedFuture[Void](null))(open =>
+          CompletableFuture.runAsync(() => Log.contained(s"closing JVM listeners of $topology")(open.close()), pool)))
       jvm.exists(_.isDone)
     }
 
     private def partitionsReleased: Boolean = {
-      if (releasing.isEmpty) {
-        releasing = Some(release(topology))
-        releasing.filterNot(_.isDone).foreach(_.whenComplete((_, _) => changed()))
-      }
+      if (releasing.isEmpty) releasing = awaited(release(topology))
       releasing.exists(_.isDone)
     }
 

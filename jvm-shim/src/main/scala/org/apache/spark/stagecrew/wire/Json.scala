@@ -20,16 +20,9 @@ private[stagecrew] object Json {
   /** Former names of fields, for event logs that were written before the rename. */
   private val earlierNames = Map("abandoned" -> "cut")
 
-  /** How a case class is read: its constructor, and the present name, the former name and the type of each field. */
-  private final class Form(product: Class[_]) {
-    val constructor: Constructor[_] = product.getConstructors.head
-    val fields: Array[(String, String, Type)] = constructor.getParameters.map(parameter =>
-      (parameter.getName, earlierNames.getOrElse(parameter.getName, parameter.getName), parameter.getParameterizedType))
-  }
-
-  // Reflection takes longer than reading, so it is used once for each class.
-  private val forms = new ClassValue[Form] {
-    override def computeValue(product: Class[_]): Form = new Form(product)
+  // A search for the constructor takes longer than reading an object. A constructor remembers its parameters.
+  private val constructors = new ClassValue[Constructor[_]] {
+    override def computeValue(product: Class[_]): Constructor[_] = product.getConstructors.head
   }
 
   def parse(text: String): ObjectNode = mapper.readTree(text).asInstanceOf[ObjectNode]
@@ -69,9 +62,11 @@ private[stagecrew] object Json {
     case product: Class[_] =>
       if (!node.isObject && !node.isMissingNode)
         throw new IllegalArgumentException(s"a ${product.getSimpleName} must be a JSON object, not $node")
-      val form = forms.get(product)
-      form.constructor.newInstance(form.fields.map { case (name, earlierName, fieldType) =>
-        value(node.path(if (node.has(name)) name else earlierName), fieldType).asInstanceOf[Object]
+      val constructor = constructors.get(product)
+      constructor.newInstance(constructor.getParameters.map { parameter =>
+        val name = if (node.has(parameter.getName)) parameter.getName
+          else earlierNames.getOrElse(parameter.getName, parameter.getName)
+        value(node.path(name), parameter.getParameterizedType).asInstanceOf[Object]
       }: _*)
     case other => throw new IllegalArgumentException(s"JSON cannot be read as $other")
   }
