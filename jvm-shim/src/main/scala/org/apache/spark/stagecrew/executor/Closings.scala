@@ -53,8 +53,9 @@ final class Closings(
   private var forced = false
 
   /**
-   * Continues closings after a change that they may wait for: a process began or ended an attempt, closed a topology,
-   * or disconnected, or an attempt has ended. Called by any thread. Does nothing while no topology is closing.
+   * Continues closings after a change that they may wait for: a process began or ended an attempt, got, opened or
+   * closed a topology, or disconnected, or an attempt has ended. Called by any thread. Does nothing while no topology
+   * is closing.
    */
   def changed(): Unit = if (anyClosing) loop.inLoop(progress())
 

@@ -104,7 +104,8 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
 }
 
 object PythonLinks {
-  /** The frames after which a topology may continue to close. */
+  /** The frames after which a topology may continue to close. Frames of hooks and samples change nothing that a closing
+    * waits for (`Closings.changed`). */
   private val AwaitedByClosings = Set("BEGIN", "END", "DESCRIBE", "OPENED", "CLOSED")
 
   /** How long a hook may take to react to the timer signal, after its timeout, before its process is killed. */
