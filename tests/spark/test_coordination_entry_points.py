@@ -110,6 +110,27 @@ def test_a_use_in_foreach_batch_ends_with_its_query(sessions, coordinators, tmp_
         set_running_job(None)
 
 
+def test_a_query_has_ended_although_its_thread_has_not(sessions):
+    """A streaming query counts as running until `awaitTermination` returns, even if its thread in the JVM lives longer.
+
+    The thread lives on for a moment, which no test can extend. So a thread that is not of the query takes its place.
+    """
+    spark = sessions.get(LOCAL)
+    connection = stagecrew.crew(spark).connection
+    stream = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load()
+    query = stream.writeStream.format("noop").trigger(processingTime="500 milliseconds").start()
+    try:
+        assert connection.streaming_query() is None
+        spark.sparkContext.setLocalProperty("sql.streaming.queryId", query.id)
+        runs = connection.streaming_query()
+        assert runs()
+        query.stop()
+        assert not runs()
+    finally:
+        query.stop()
+        spark.sparkContext.setLocalProperty("sql.streaming.queryId", None)
+
+
 def test_bound_functions_work_at_every_entry_point(sessions, coordinators):
     """A function from `bind` reaches its coordinator from UDFs, pandas, Arrow, groups, UDTFs, data sources and RDDs."""
     spark = sessions.get(LOCAL)

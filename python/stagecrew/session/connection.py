@@ -64,13 +64,15 @@ class PluginConnection:
         """Returns a function that checks whether the streaming query that called this thread is still running.
 
         Returns None in a thread that no streaming query called. PySpark calls the function of `foreachBatch` in a
-        Python thread that outlives the query. Therefore the returned function checks the query's thread in the JVM,
-        which ends with the query.
+        Python thread that outlives the query. Therefore the returned function checks the query and its thread in the
+        JVM. The thread may live for a moment after `awaitTermination` has returned. The query may stay registered
+        forever if stopping its sources failed.
         """
-        if self.context.getLocalProperty(_QUERY_ID) is None:
+        query = self.context.getLocalProperty(_QUERY_ID)
+        if query is None:
             return None
         thread = self.context._jvm.java.lang.Thread.currentThread()  # type: ignore[union-attr]
-        return lambda: bool(thread.isAlive())
+        return lambda: bool(self.facade.queryRuns(query)) and bool(thread.isAlive())
 
     # -- Topologies
 

@@ -50,8 +50,11 @@ final class DriverFacade(crew: DriverCrew) {
 
   def activity(id: String): String = {
     val activity = crew.activity(id)
-    Json.write(activity.copy(queries = activity.queries.map(run => StagecrewSql.queryName(run).getOrElse(run))))
+    Json.write(activity.copy(queries = activity.queries.map(StagecrewSql.queryName)))
   }
+
+  /** Whether a batch of the streaming query with this id may be running. */
+  def queryRuns(id: String): Boolean = StagecrewSql.queryRun(id).nonEmpty
 
   /** Enqueues the content of a STATISTICS frame. The driver handles the frame before any later call from Python. */
   def statistics(frame: Array[Byte]): Unit = crew.recordStatistics(Frames.decodeMessage(frame))

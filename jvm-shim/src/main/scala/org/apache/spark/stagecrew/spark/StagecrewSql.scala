@@ -13,15 +13,15 @@ private[spark] object StagecrewSql {
 
   def stopQuery(runId: String): Unit = running(runId).foreach(_.stop())
 
-  def queryName(runId: String): Option[String] =
-    running(runId).map(query => Option(query.name).getOrElse(query.id.toString))
+  /** The name or id of a query, or its run id if it has ended. */
+  def queryName(run: String): String = running(run).fold(run)(query => Option(query.name).getOrElse(query.id.toString))
 
-  /** The run id of the query with this id. */
+  /** The run id of the query with this id. A query that is being stopped has one until its last batch has ended. */
   def queryRun(id: String): Option[String] = find(_.id.toString == id).map(_.runId.toString)
 
-  private def running(runId: String): Option[StreamingQuery] = find(_.runId.toString == runId)
+  private def running(runId: String): Option[StreamingQuery] = find(q => q.runId.toString == runId && q.isActive)
 
   private def find(condition: StreamingQuery => Boolean): Option[StreamingQuery] =
     classic.SparkSession.getDefaultSession.flatMap(
-      _.sharedState.activeStreamingQueries.values.asScala.find(query => condition(query) && query.isActive))
+      _.sharedState.activeStreamingQueries.values.asScala.find(condition))
 }
