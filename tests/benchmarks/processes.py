@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -27,14 +26,15 @@ console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
 class Process:
     """A process that executes commands (see `serving.py`). It stays alive between rounds.
 
-    Use it as a context manager.
+    Use it as a context manager. It belongs to this checkout, or to another one that `make setup` has set up.
     """
 
-    def __init__(self, *command: str, **environment: str) -> None:
+    def __init__(self, *command: str, checkout: pathlib.Path = HERE.parents[1], **environment: str) -> None:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))}
+        python = PEERS if command[0] == "peers.py" else checkout / ".venv" / "bin" / "python"
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
         self._process = subprocess.Popen(
-            [str(PEERS if command[0] == "peers.py" else sys.executable), str(HERE / command[0]), *command[1:]],
+            [str(python), str(checkout / "tests" / "benchmarks" / command[0]), *command[1:]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
