@@ -1,7 +1,7 @@
 """Measures this checkout beside others: `compare.py [--only FIGURE ...] CHECKOUT ...`.
 
 Use it to show that a change is not slower: a checkout of the code before is measured round by round with this one. Run
-`make setup` in each checkout first. The applications of all checkouts are started anew several times, because the
+`make setup` in each checkout first. The applications of all checkouts are started again several times, because the
 latencies of one application can differ from those of the next with the same code. Prints tables, and writes each figure
 as JSON.
 """
@@ -24,7 +24,7 @@ HERE = "this checkout"
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A command of `driver.py`, and what is measured."""
+    """A command of `driver.py`, and the values of its result."""
 
     command: str
     warm_up: dict[str, int]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from stagecrew.coordination import channel as channel_module
 from stagecrew.coordination import direct as direct_module
+from stagecrew.coordination import direct_connections as connections_module
 from stagecrew.coordination.channel import DriverChannel
 from stagecrew.coordination.direct import DirectConnection
 from stagecrew.coordination.pool import Pool, Timers
@@ -169,7 +169,7 @@ def test_an_executor_that_does_not_read_delays_no_other(world: World) -> None:
 def test_an_executor_that_never_reads_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """If an executor reads nothing, unsent bytes are limited. At the limit, the connection ends after a timeout."""
     monkeypatch.setattr(direct_module, "_MAX_WAIT_MS", 200)
-    monkeypatch.setattr(channel_module, "_RECONNECT_PAUSE", 60.0)
+    monkeypatch.setattr(connections_module, "_RECONNECT_PAUSE", 60.0)
     route = world.connect()
     large = encode("REPLY", evaluation=1, sequence=1, outcome="ok", payload=bytes(9 << 20))
     for _ in range(3):
@@ -186,7 +186,7 @@ def test_a_connection_that_ends_fails_its_evaluations_and_is_made_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The evaluations of a broken connection fail. A little later, the driver connects again."""
-    monkeypatch.setattr(channel_module, "_RECONNECT_PAUSE", 0.05)
+    monkeypatch.setattr(connections_module, "_RECONNECT_PAUSE", 0.05)
     first = world.connect()
     world.executor.accepted.pop().close()
     eventually(lambda: world.host.named("lost_route"))
@@ -241,16 +241,36 @@ def test_close_ends_every_connection_and_thread(tmp_path: Path) -> None:
     world.close()
 
 
+def test_a_connection_that_is_made_while_the_channel_closes_is_closed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`close` does not wait for an executor that is being connected, and leaves no connection to it open."""
+    connecting, closed = threading.Event(), threading.Event()
+
+    def connect(executor: str, place: str) -> DirectConnection:
+        connecting.set()
+        assert closed.wait(30)
+        return DirectConnection(executor, place)
+
+    monkeypatch.setattr(connections_module, "DirectConnection", connect)
+    world.near()
+    assert connecting.wait(30)
+    world.channel.close()
+    closed.set()
+    greet(world.executor, executor="1")
+    assert eventually(lambda: world.executor.accepted[-1].recv(1 << 16) == b"")
+
+
 @pytest.mark.parametrize("end", ["close", "lost"])
 def test_no_timer_is_left_for_an_executor_that_cannot_come_back(
     world: World, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """The timer that connects again ends when the channel closes, and when Spark loses the executor."""
-    monkeypatch.setattr(channel_module, "_RECONNECT_PAUSE", 60)
+    monkeypatch.setattr(connections_module, "_RECONNECT_PAUSE", 60)
     world.connect()
     world.executor.accepted.pop().close()
     eventually(lambda: world.host.named("lost_route"))
-    (timer,) = eventually(lambda: list(world.channel._reconnects.values()))
+    (timer,) = eventually(lambda: list(world.channel._directs._reconnects.values()))
     assert timer.f is not None
     if end == "close":
         world.channel.close()

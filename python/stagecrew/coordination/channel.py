@@ -7,7 +7,6 @@ thread, the channel's own thread reads.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 import logging
@@ -15,16 +14,15 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from stagecrew.bounded import Bounded
 from stagecrew.coordination.direct import DirectConnection
+from stagecrew.coordination.direct_connections import DirectConnections
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.host import Host
-from stagecrew.coordination.pool import ASYNC_CALLS, COORDINATORS, TIMERS, Pool, Timer
-from stagecrew.coordination.route import DirectRoute, Route
+from stagecrew.coordination.pool import COORDINATORS, Pool
+from stagecrew.coordination.route import Route
 from stagecrew.errors import ChannelClosed, ChannelError
 from stagecrew.wire import hops
 from stagecrew.wire.channel import Channel
@@ -43,10 +41,6 @@ _BATCH: Final = 512
 #: evaluation is live, and the second while none is live. The second is also the longest wait for frames.
 _BUSY_WAIT: Final = 0.005
 _IDLE_WAIT: Final = 0.1
-#: The pause before the driver connects again to an executor that has closed a direct connection, in seconds.
-_RECONNECT_PAUSE: Final = 1.0
-#: How many lost executors are remembered.
-_MAX_LOST: Final = 4096
 #: The time between two reports of statistics, in seconds.
 _STATISTICS_PERIOD: Final = 1.0
 
@@ -73,13 +67,6 @@ class DriverChannel:
         self._channel = Channel.connect(place, role="driver")
         self._lock = threading.Lock()
         self._waiting: dict[Route, list[bytes]] = {}
-        #: The direct connections, by their descriptors; and those that connected, until the reading thread adds them.
-        self._directs: dict[int, DirectConnection] = {}
-        self._connected: collections.deque[DirectConnection] = collections.deque()
-        #: By executor: the timer that connects again.
-        self._reconnects: dict[str, Timer] = {}
-        #: By executor: why it was lost. Spark never uses its id again.
-        self._lost: Bounded[str, str] = Bounded(_MAX_LOST)
         self._dirty: dict[Gateway, None] = {}
         self._count = 0
         self._sending = threading.Lock()
@@ -91,6 +78,7 @@ class DriverChannel:
         self._poller = select.poll()
         self._poller.register(self._channel, select.POLLIN)
         self._poller.register(self._wake_out, select.POLLIN)
+        self._directs = DirectConnections(self, self._poller, self._sending)
         self._waking = threading.Lock()
         #: Whether the channel's own thread is reading, and whether a thread of the pool wants to read instead.
         self._own_reads = self._is_wanted = False
@@ -143,7 +131,7 @@ class DriverChannel:
                         for part in _parts(some):
                             frames += encoded("TO", executor=route, frames=part)
                     else:
-                        self._write_direct(route, some)
+                        self._directs.write(route, some)
                 if frames:
                     self._channel.write(*frames)
             except ChannelClosed:
@@ -152,18 +140,6 @@ class DriverChannel:
                 return
             finally:
                 self._sending.release()
-
-    def _write_direct(self, direct: DirectRoute, frames: Iterable[bytes] = ()) -> None:
-        """Writes to a direct connection. The caller holds `_sending`."""
-        had_unsent = direct.has_unsent
-        try:
-            direct.write(*frames)
-        except ChannelClosed:
-            direct.shutdown()  # the reading thread sees the end
-            return
-        if direct.has_unsent != had_unsent and direct.fileno() in self._directs:
-            self._poller.modify(direct.fileno(), select.POLLIN | (select.POLLOUT if direct.has_unsent else 0))
-            self.wake()
 
     def _gather(self) -> None:
         for gateway in self._dirty:
@@ -215,68 +191,22 @@ class DriverChannel:
         if self._wake_out in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_out, 1024)
-        while self._connected:
-            self._add_direct(self._connected.popleft())
-        for fd in ready & self._directs.keys():
-            self._turn_direct(self._directs[fd])
+        self._directs.turn(ready)
         if self._channel.fileno() in ready or self._channel.has_arrived:
             try:
                 for frame in self._channel.receive():
-                    self._handle(frame)
+                    self.handle(frame)
             except ChannelError as error:
                 if not self._ended.is_set():
                     self._ended.set()
                     self._channel.shutdown()
-                    for direct in self._directs.values():
-                        direct.shutdown()
+                    self._directs.shutdown()
                     self.host.broken(f"the connection from coordinators to executors broke: {error}")
                 return
         elif not ready:
             # Check deadlines after reading, because an acknowledgement may have arrived while no thread was reading.
             self.host.expire()
         self.flush()
-
-    def _turn_direct(self, direct: DirectConnection) -> None:
-        """Handles the frames that have arrived on a direct connection, and writes its unsent frames."""
-        try:
-            for frame in direct.receive():
-                self._handle(frame, direct)
-            if direct.has_unsent:
-                with self._sending:
-                    self._write_direct(direct)
-        except ChannelError as error:
-            self._drop_direct(direct, f"the connection from coordinators to executor {direct.executor} broke: {error}")
-            connect = partial(self._connect_directly, direct.executor, direct.place)
-            self._reconnects[direct.executor] = TIMERS.later(_RECONNECT_PAUSE, lambda: ASYNC_CALLS.submit(connect))
-
-    def _add_direct(self, direct: DirectConnection) -> None:
-        if self._ended.is_set() or direct.executor in self._lost:
-            direct.close()
-            return
-        for other in [one for one in self._directs.values() if one.executor == direct.executor]:
-            self._drop_direct(other, f"executor {direct.executor} has a newer connection")
-        self._directs[direct.fileno()] = direct
-        self._poller.register(direct.fileno(), select.POLLIN)
-        self._turn_direct(direct)  # frames may have arrived together with the welcome
-
-    def _drop_direct(self, direct: DirectConnection, reason: str) -> None:
-        """Ends a direct connection, on the reading thread. The evaluations that used it have failed."""
-        self._poller.unregister(direct.fileno())
-        with self._sending:
-            del self._directs[direct.fileno()]
-            direct.close()
-        self.host.lost_route(direct, reason)
-
-    def _connect_directly(self, executor: str, place: str) -> None:
-        """Connects to an executor if it is on this host. Runs on a thread of its own."""
-        if self._ended.is_set() or executor in self._lost:
-            return
-        try:
-            self._connected.append(DirectConnection(executor, place))
-        except ChannelError as error:
-            _log.debug("executor %s is reached through the driver's JVM: %s", executor, error)
-        else:
-            self.wake()
 
     def _run(self) -> None:
         try:
@@ -301,15 +231,17 @@ class DriverChannel:
         except Exception:
             _log.exception("the thread that reads the frames of executors failed; please report it")
 
-    def _handle(self, frame: Any, direct: DirectConnection | None = None) -> None:
+    def handle(self, frame: Any, direct: DirectConnection | None = None) -> None:
+        """Handles a frame from executors, on the reading thread. It arrived on this direct connection, if any."""
         was_busy = self.host.is_busy
         try:
             if frame.kind == "FROM":
                 self.host.received(frame["executor"], frame["frames"], direct)
             elif frame.kind == "NEAR" and frame["place"]:
-                ASYNC_CALLS.submit(partial(self._connect_directly, frame["executor"], frame["place"]))
+                self._directs.connect(frame["executor"], frame["place"])
             elif frame.kind == "LOST":
-                self._lose(frame["executor"], frame["reason"])
+                self._directs.lose(frame["executor"], frame["reason"])
+                self.host.lost(frame["executor"], frame["reason"])
         except Exception:
             _log.exception(
                 "could not handle a %s frame of executor %s; please report it", frame.kind, frame["executor"]
@@ -317,13 +249,9 @@ class DriverChannel:
         if not was_busy and self.host.is_busy:
             self._attention.set()
 
-    def _lose(self, executor: str, reason: str) -> None:
-        self._lost[executor] = reason
-        if (timer := self._reconnects.pop(executor, None)) is not None:
-            timer.cancel()
-        for direct in [one for one in self._directs.values() if one.executor == executor]:
-            self._drop_direct(direct, reason)  # also if the process still runs, cut off from the driver
-        self.host.lost(executor, reason)
+    def lost_route(self, direct: DirectConnection, reason: str) -> None:
+        """Handles the end of a direct connection: the evaluations that used it have failed."""
+        self.host.lost_route(direct, reason)
 
     @property
     def is_broken(self) -> bool:
@@ -347,10 +275,7 @@ class DriverChannel:
                 return
             self._closed = True
             self._channel.close()
-            for direct in (*self._directs.values(), *self._connected):
-                direct.close()
-            for timer in self._reconnects.values():
-                timer.cancel()
+            self._directs.close()
             os.close(self._wake_in)
             os.close(self._wake_out)
 

@@ -1,0 +1,162 @@
+"""The direct connections of the driver's Python to executors on the same host: opened, read, written and replaced."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import select
+import threading
+from collections.abc import Iterable
+from functools import partial
+from typing import Final, Protocol
+
+from stagecrew.bounded import Bounded
+from stagecrew.coordination.direct import DirectConnection
+from stagecrew.coordination.pool import ASYNC_CALLS, TIMERS, Timer
+from stagecrew.coordination.route import DirectRoute
+from stagecrew.errors import ChannelClosed, ChannelError
+from stagecrew.wire.frames import Frame
+
+__all__ = ["DirectConnections"]
+
+_log = logging.getLogger("stagecrew")
+
+#: The pause before the driver connects again to an executor that has closed a direct connection, in seconds.
+_RECONNECT_PAUSE: Final = 1.0
+#: How many lost executors are remembered.
+_MAX_LOST: Final = 4096
+
+
+class Reader(Protocol):
+    """The channel whose reading thread also reads the direct connections."""
+
+    def wake(self) -> None:
+        """Ends the reading thread's wait for frames."""
+
+    def handle(self, frame: Frame, direct: DirectConnection) -> None:
+        """Handles a frame that arrived on a direct connection."""
+
+    def lost_route(self, direct: DirectConnection, reason: str) -> None:
+        """Handles the end of a direct connection: the evaluations that used it have failed."""
+
+
+class DirectConnections:
+    """Keeps at most one direct connection to each executor on this host.
+
+    `connect` and `shutdown` are safe from any thread. All other methods, except `write`, run on the reading thread.
+    """
+
+    def __init__(self, reader: Reader, poller: select.poll, sending: threading.Lock) -> None:
+        self._reader, self._poller = reader, poller
+        #: Held by the one thread that sends.
+        self._sending = sending
+        #: By descriptor.
+        self._open: dict[int, DirectConnection] = {}
+        #: Connections that are not read yet, until the reading thread adds them.
+        self._connected: collections.deque[DirectConnection] = collections.deque()
+        #: By executor: the timer that connects again.
+        self._reconnects: dict[str, Timer] = {}
+        #: By executor: why it was lost. Spark never uses its id again.
+        self._lost: Bounded[str, str] = Bounded(_MAX_LOST)
+        self._ended = threading.Event()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def connect(self, executor: str, place: str) -> None:
+        """Connects to an executor in the background, if it is on this host."""
+        ASYNC_CALLS.submit(partial(self._connect, executor, place))
+
+    def _connect(self, executor: str, place: str) -> None:
+        if self._ended.is_set() or executor in self._lost:
+            return
+        try:
+            self._connected.append(DirectConnection(executor, place))
+        except ChannelError as error:
+            _log.debug("executor %s is reached through the driver's JVM: %s", executor, error)
+            return
+        if self._ended.is_set():
+            self._close_connected()
+        else:
+            self._reader.wake()
+
+    def _close_connected(self) -> None:
+        with contextlib.suppress(IndexError):  # two threads may do this at the same time
+            while self._connected:
+                self._connected.popleft().close()
+
+    def write(self, direct: DirectRoute, frames: Iterable[bytes] = ()) -> None:
+        """Writes to a direct connection. The caller holds the sending lock."""
+        had_unsent = direct.has_unsent
+        try:
+            direct.write(*frames)
+        except ChannelClosed:
+            direct.shutdown()  # the reading thread sees the end
+            return
+        if direct.has_unsent != had_unsent and direct.fileno() in self._open:
+            self._poller.modify(direct.fileno(), select.POLLIN | (select.POLLOUT if direct.has_unsent else 0))
+            self._reader.wake()
+
+    def turn(self, ready: set[int]) -> None:
+        """Adds the connections that were made, and serves those with these descriptors."""
+        while self._connected:
+            self._add(self._connected.popleft())
+        for descriptor in ready & self._open.keys():
+            self._serve(self._open[descriptor])
+
+    def _add(self, direct: DirectConnection) -> None:
+        if self._ended.is_set() or direct.executor in self._lost:
+            direct.close()
+            return
+        for other in self._of(direct.executor):
+            self._drop(other, f"executor {direct.executor} has a newer connection")
+        self._open[direct.fileno()] = direct
+        self._poller.register(direct.fileno(), select.POLLIN)
+        self._serve(direct)  # frames may have arrived together with the welcome
+
+    def _serve(self, direct: DirectConnection) -> None:
+        """Handles the frames that have arrived on a connection, and writes its unsent frames."""
+        try:
+            for frame in direct.receive():
+                self._reader.handle(frame, direct)
+            if direct.has_unsent:
+                with self._sending:
+                    self.write(direct)
+        except ChannelError as error:
+            self._drop(direct, f"the connection from coordinators to executor {direct.executor} broke: {error}")
+            connect = partial(self.connect, direct.executor, direct.place)
+            self._reconnects[direct.executor] = TIMERS.later(_RECONNECT_PAUSE, connect)
+
+    def _drop(self, direct: DirectConnection, reason: str) -> None:
+        self._poller.unregister(direct.fileno())
+        with self._sending:
+            del self._open[direct.fileno()]
+            direct.close()
+        self._reader.lost_route(direct, reason)
+
+    def _of(self, executor: str) -> list[DirectConnection]:
+        return [one for one in self._open.values() if one.executor == executor]
+
+    def lose(self, executor: str, reason: str) -> None:
+        """Ends the connection to a lost executor, also if its process still runs, cut off from the driver."""
+        self._lost[executor] = reason
+        if (timer := self._reconnects.pop(executor, None)) is not None:
+            timer.cancel()
+        for direct in self._of(executor):
+            self._drop(direct, reason)
+
+    def shutdown(self) -> None:
+        """Ends all connections, and opens no more. `close` must follow."""
+        self._ended.set()
+        for direct in tuple(self._open.values()):
+            direct.shutdown()
+
+    def close(self) -> None:
+        """Closes all connections. No thread may be reading or writing."""
+        self._ended.set()
+        self._close_connected()
+        for direct in self._open.values():
+            direct.close()
+        for timer in self._reconnects.values():
+            timer.cancel()
