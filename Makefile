@@ -84,7 +84,8 @@ check-and-docs: setup
 	$(MAKE) docs
 
 test-long: setup $(STAMPS)/classes ## run the long seeded runs, the longest file first, and the third master
-	$(BIN)/pytest -q tests/spark/test_splits.py tests -m long -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q tests -m "long and alone"
+	$(BIN)/pytest -q tests/spark/test_splits.py tests -m "long and not alone" -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: setup ## run 10,000 uses of operators and 1,000 topologies, and report leaked threads, files and memory
 	cd tests && ../$(BIN)/python soak.py

@@ -126,6 +126,7 @@ spark.stop()
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("reuse", "tasks"), [("true", 200), ("false", 30)])
 def test_an_attack_delays_jobs_no_more_than_with_plain_spark(
