@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -248,19 +249,24 @@ def test_a_worker_imports_nothing_before_spark_has_sent_its_secret():
     ],
 )
 def test_the_worker_that_the_daemon_runs_is_hooked(monkeypatch, arguments, hooked):
-    """Listeners open whenever Spark runs pyspark.worker, whatever `spark.python.worker.module` is."""
+    """Listeners open whenever Spark runs pyspark.worker, whatever `spark.python.worker.module` is.
+
+    Such a worker also excludes the imported objects from its garbage collections.
+    """
     import pyspark.worker
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM)}
     for name in ("main", "setup_broadcasts", "handle_worker_exception"):
         monkeypatch.setattr(pyspark.worker, name, getattr(pyspark.worker, name))
-    before = pyspark.worker.main
+    before, frozen = pyspark.worker.main, gc.get_freeze_count()
     monkeypatch.setattr(daemon, "_hooked", False)
     monkeypatch.setattr(sys, "argv", ["daemon.py", *arguments])
     daemon._hook_pyspark()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     assert (pyspark.worker.main is not before) == hooked
+    assert (gc.get_freeze_count() > frozen) == hooked
+    gc.unfreeze()
 
 
 def test_the_jars_file_list_is_read_once(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ Source: pyspark/daemon.py and pyspark/worker.py of Spark 4.3.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hmac
 import os
 import signal
@@ -112,6 +113,16 @@ def _worker_module() -> str:
     return requested if requested.startswith("pyspark") else "pyspark.worker"
 
 
+def _freeze_imported_objects() -> None:
+    """Excludes the objects that exist now from garbage collections.
+
+    PySpark calls `gc.collect()` after each task. To visit the objects of PySpark's modules takes 6 to 11 ms each time,
+    and the worker closes no topology meanwhile. Objects that are created later are collected as before.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def _hook_pyspark() -> None:
     """Wraps three functions of `pyspark.worker`. It runs after the fork, because the import may start threads."""
     global _hooked
@@ -120,6 +131,7 @@ def _hook_pyspark() -> None:
     _reset_signals()
     import pyspark.worker
 
+    _freeze_imported_objects()
     original_main = pyspark.worker.main
     original_setup = pyspark.worker.setup_broadcasts  # type: ignore[attr-defined]  # imported there, not defined
     original_handle = pyspark.worker.handle_worker_exception  # type: ignore[attr-defined]
