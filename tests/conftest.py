@@ -57,7 +57,7 @@ def _spark_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     use_spark_home()
     os.environ["SPARK_SUBMIT_OPTS"] = QUICK_JVM_OPTIONS  # executors get the options from `session_builder`
     os.environ["SPARK_LAUNCHER_OPTS"] = QUICK_JVM_OPTIONS  # for the JVM that prints the command line of the next JVM
-    # On a cluster, Spark runs the first python3 on the PATH, also when it plans data sources on the driver. It must be
+    # On a cluster, Spark runs the first python3 on the PATH, even when it plans data sources on the driver. It must be
     # the interpreter that runs the tests.
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     with unchanged_installation():

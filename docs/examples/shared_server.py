@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 
 
 @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
-def counter(context):
+def counting_server(context):
     class Count(http.server.BaseHTTPRequestHandler):
         count = 0
 
@@ -22,26 +22,26 @@ def counter(context):
         def log_message(self, *_):
             pass
 
-    server = http.server.HTTPServer(("127.0.0.1", 0), Count)
-    thread = threading.Thread(target=server.serve_forever)
+    httpd = http.server.HTTPServer(("127.0.0.1", 0), Count)
+    thread = threading.Thread(target=httpd.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"  # the workers get a copy of this value
-    server.shutdown()
+    yield f"http://127.0.0.1:{httpd.server_port}/"  # the workers get a copy of this value
+    httpd.shutdown()
     thread.join()
-    server.server_close()
+    httpd.server_close()
 
 
-numbers = counter()
+server = counting_server()
 
 
 def numbered(rows):
     for row in rows:
-        with urllib.request.urlopen(numbers.get()) as reply:
+        with urllib.request.urlopen(server.get()) as reply:
             yield row, int(reply.read())
 
 
 spark = stagecrew.configure(SparkSession.builder.master("local[2]").appName("shared server")).getOrCreate()
-with stagecrew.crew(spark).topology("count", listeners=[numbers]) as topology:
+with stagecrew.crew(spark).topology("count", listeners=[server]) as topology:
     found = spark.sparkContext.parallelize("abcdef", 3).mapPartitions(numbered).collect()
 
 assert sorted(number for _, number in found) == [1, 2, 3, 4, 5, 6]

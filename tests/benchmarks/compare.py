@@ -1,9 +1,8 @@
-"""Measures this checkout beside others: `compare.py [--only FIGURE ...] CHECKOUT ...`.
+"""Measures this checkout against others: `compare.py [--only FIGURE ...] CHECKOUT ...`.
 
-Use it to show that a change is not slower: a checkout of the code before is measured round by round with this one. Run
-`make setup` in each checkout first. The applications of all checkouts are started again several times, because the
-latencies of one application can differ from those of the next with the same code. Prints tables, and writes each figure
-as JSON.
+Use it to show that a change makes nothing slower: pass a checkout of the code without the change. Run `make setup` in
+each checkout first. The checkouts take turns, round by round. Each starts its application several times, because
+latencies differ between two applications with the same code. Prints tables, and writes each figure as JSON.
 """
 
 import argparse
@@ -24,14 +23,14 @@ HERE = "this checkout"
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A command of `driver.py`, and the values of its result."""
+    """A command of `driver.py`, its arguments, and how to get the measured values from its result."""
 
     command: str
-    warm_up: dict[str, int]
+    warm_up_arguments: dict[str, int]
     warm_ups: int
-    round: dict[str, int]
+    arguments: dict[str, int]
     unit: str
-    #: Returns the value of a round for each measurement by its name. Percentiles are computed of a list.
+    #: Returns the values in the result of a round, by the name of the measurement. Lists are reported as percentiles.
     values: Callable[[dict], dict[str, float | list[float]]]
 
 
@@ -72,7 +71,7 @@ COMPARISONS = {
 
 
 def measure(name: str, checkouts: dict[str, pathlib.Path], applications: int, rounds: int) -> Figure:
-    """Measures a figure in each checkout, in turns."""
+    """Measures a figure in all checkouts, which take turns."""
     comparison, run = COMPARISONS[name], Run(name, rounds)
     found: dict[str, dict[str, list]] = {}
     for _ in range(applications):
@@ -83,12 +82,12 @@ def measure(name: str, checkouts: dict[str, pathlib.Path], applications: int, ro
             }
             for _ in range(comparison.warm_ups):
                 for process in sides.values():
-                    process(comparison.command, **comparison.warm_up)
+                    process(comparison.command, **comparison.warm_up_arguments)
             for round_ in run.rounds():
                 order = list(sides)
-                first = round_ % len(order)  # another checkout is first in each round
+                first = round_ % len(order)  # each round begins with a different checkout
                 for side in order[first:] + order[:first]:
-                    result = sides[side](comparison.command, **comparison.round)
+                    result = sides[side](comparison.command, **comparison.arguments)
                     for measured, values in comparison.values(result).items():
                         found.setdefault(measured, {one: [] for one in sides})[side].append(values)
     measurements = [
@@ -109,15 +108,19 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, help="measure only these figures")
-    parser.add_argument("--applications", type=int, default=4, help="how often all applications start (default: 4)")
+    parser.add_argument(
+        "--applications", type=int, default=4, help="how many times each checkout starts its application (default: 4)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each application (default: 5)")
     parser.add_argument(
         "--results", type=pathlib.Path, default=pathlib.Path("bench-results", "compared"), help="folder for the JSON"
     )
     parser.add_argument("checkouts", nargs="+", type=pathlib.Path, metavar="CHECKOUT")
     options = parser.parse_args()
-    checkouts = {HERE: pathlib.Path(__file__).resolve().parents[2]}
-    checkouts |= {checkout.name: checkout.resolve() for checkout in options.checkouts}
+    others = [checkout.resolve() for checkout in options.checkouts]
+    checkouts = {HERE: pathlib.Path(__file__).resolve().parents[2]} | {checkout.name: checkout for checkout in others}
+    if len(checkouts) <= len(others):
+        parser.error("the folders of the checkouts must have different names, because the tables show these names")
     for name in options.only or COMPARISONS:
         figure = measure(name, checkouts, options.applications, options.rounds)
         figure.write(options.results)

@@ -220,7 +220,7 @@ def after_the_last_task(_: object) -> tuple[bool, int]:
 def test_collections_between_tasks_visit_only_objects_of_user_code(spark, crew, journal, listeners):
     """PySpark collects garbage after each task, and a worker cannot close meanwhile.
 
-    A collection deletes what a task has left, but it visits no object of PySpark's modules, of which there are 33,000.
+    A collection deletes garbage of the task, but does not visit the 33,000 objects of PySpark's modules.
     """
     numbers = spark.sparkContext.parallelize(range(8), 8)
     with crew.topology("t", listeners=[Recorder(journal)]) if listeners else contextlib.nullcontext():

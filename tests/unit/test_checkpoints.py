@@ -1,4 +1,7 @@
-"""Checkpoints and resets of coordinators, with the harness of `stagecrew.testing` and without Spark."""
+"""Checkpoints and resets of coordinators, with the harness of `stagecrew.testing` and without Spark.
+
+The cut of a checkpoint is the moment whose state it contains: events of the coordinator are sent before or after it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from stagecrew.testing import CoordinatorHarness
 
 
 class Counting(stagecrew.Coordinator):
-    """Passes each event on to every task. Its state is the numbers of events that it has handled and sent."""
+    """Passes each event on to every task. Its state is two counts: of the events that it has handled, and of those that it has sent."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -103,14 +106,14 @@ def test_the_cut_of_a_checkpoint_is_where_its_future_completes(harness):
     assert task.events() == ["after"]
 
 
-def test_a_coordinator_without_a_state_in_time_aborts_the_checkpoint(harness):
+def test_a_coordinator_that_gives_no_state_in_time_aborts_the_checkpoint(harness):
     """If a coordinator gives no state in time, the checkpoint is aborted, and the error names the coordinator.
 
     The coordinator is notified of the abort, and its events are no longer held back.
     """
     task = harness.evaluation(0)
     coordinator = harness.coordinator
-    coordinator.state = never = Future()
+    coordinator.state = late = Future()
     with pytest.raises(
         stagecrew.errors.CheckpointFailed, match="not complete within 0 s: .* for the coordinators of 'operator'"
     ):
@@ -120,7 +123,7 @@ def test_a_coordinator_without_a_state_in_time_aborts_the_checkpoint(harness):
     assert coordinator.calls == ["start", ("aborted", 1)]
     coordinator.state = None
     assert harness.checkpoint().states == {"operator/1": b"0 1"}
-    never.set_result(b"late")  # this state for the aborted checkpoint must not hold back events
+    late.set_result(b"late")  # the state arrives after the abort, and no event may be held back
     coordinator.send("b")
     assert task.events() == ["b"]
     assert harness.failure is None
@@ -146,7 +149,7 @@ def test_an_aborted_checkpoint_delivers_the_events_after_its_cut(harness):
 
 
 def test_checkpoints_of_two_threads_run_one_after_the_other(harness):
-    """A checkpoint that another thread starts waits until the first checkpoint is complete."""
+    """If another thread starts a checkpoint, it waits until the first checkpoint is complete."""
     second = []
 
     def other():
@@ -192,7 +195,7 @@ def test_a_failed_future_or_an_invalid_state_fails_only_the_checkpoint(harness):
 
 
 def test_a_checkpoint_waits_for_events_before_its_cut(harness):
-    """A checkpoint fails if an event before its cut is not acknowledged in time, unless the attempt has failed."""
+    """A checkpoint fails if a task does not acknowledge an event before the cut in time, unless its attempt has failed."""
     task = harness.evaluation(0)
     task.acknowledges = False
     harness.coordinator.send("a")
@@ -272,7 +275,7 @@ def test_a_corrupt_state_fails_the_topology(harness):
 
 def test_the_cut_is_exact():
     """Under load, the state in each of 1,000 checkpoints counts exactly the events that were delivered to each task."""
-    choice = random.Random(7)
+    rng = random.Random(7)
     with CoordinatorHarness(Counting) as harness:
         coordinator = harness.coordinator
         tasks = [harness.evaluation(n) for n in range(4)]
@@ -281,15 +284,15 @@ def test_the_cut_is_exact():
             coordinator.state = Future()
 
             def meanwhile(number=number):
-                for _ in range(choice.randrange(5)):
+                for _ in range(rng.randrange(5)):
                     coordinator.send("before")
-                    if choice.random() < 0.3:
-                        choice.choice(tasks).send("from a task")
+                    if rng.random() < 0.3:
+                        rng.choice(tasks).send("from a task")
                 coordinator.state.set_result(b"%d" % coordinator.sent)
-                for _ in range(choice.randrange(5)):
+                for _ in range(rng.randrange(5)):
                     coordinator.send("after")
-                    if choice.random() < 0.3:
-                        choice.choice(tasks).send("from a task")
+                    if rng.random() < 0.3:
+                        rng.choice(tasks).send("from a task")
                 for task in tasks:
                     arrived[task] += len(task.events())
 

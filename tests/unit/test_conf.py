@@ -24,7 +24,7 @@ PARSERS |= dict.fromkeys(("names", "class", "classes", "choice"), str)
     ],
 )
 def test_durations_are_parsed_as_in_spark(text, seconds):
-    """Durations can have all of Spark's units and surrounding blanks. A number without a unit is in milliseconds."""
+    """A duration can have any of Spark's units, and blanks around it. A number without a unit is in milliseconds."""
     assert parse_seconds(text) == pytest.approx(seconds)
 
 
@@ -46,7 +46,7 @@ def test_an_invalid_duration_is_refused(text):
     ],
 )
 def test_sizes_are_parsed_as_in_spark(text, size):
-    """Sizes can have all of Spark's units in lower and upper case. A number without a unit is in bytes."""
+    """A size can have any of Spark's units, in lower or upper case. A number without a unit is in bytes."""
     assert parse_bytes(text) == size
 
 
@@ -60,7 +60,7 @@ def test_an_invalid_size_is_refused(text):
 
 @given(text=st.text(max_size=12))
 def test_any_text_is_a_value_or_a_configuration_error(text):
-    """Any text is parsed as a value or raises ConfigurationError, and never another exception."""
+    """Any text either is parsed as a value or raises ConfigurationError, never any other exception."""
     for parse in (parse_seconds, parse_bytes):
         with contextlib.suppress(ConfigurationError):
             assert parse(text) >= 0
@@ -111,4 +111,8 @@ def test_the_closest_key_is_suggested_for_a_misspelt_one(wrong, right):
 def test_each_key_is_closest_to_itself():
     """For a correct key, the key itself is suggested."""
     assert [closest(key.name) for key in KEYS] == [key.name for key in KEYS]
+
+
+def test_the_plugin_keeps_its_class_name():
+    """Configurations and event logs contain this name."""
     assert PLUGIN == "stagecrew.StagecrewPlugin"

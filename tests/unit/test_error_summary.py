@@ -1,4 +1,4 @@
-"""The summary line of an error, which says what happened, is found in any text that Python prints for an error."""
+"""Finding the summary line, the one that says what happened, in any text that Python prints for an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def deep(n):
 
 
 def many():
-    """Fails with a group of 15 errors, which is longer than the kept text."""
+    """Fails with a group of 15 errors, whose text is too long to be kept whole."""
     errors = []
     for _ in range(15):
         try:
@@ -65,7 +65,7 @@ def handling():
         raise KeyError("second")  # noqa: B904
 
 
-def caused():
+def error_caused_by_group():
     """Fails with a group as its cause."""
     try:
         group()
@@ -89,12 +89,12 @@ def inner():
     raise ExceptionGroup("inner", [TypeError("a"), OSError("b")])
 
 
-def because():
+def group_with_cause():
     """Fails with a group that has a cause."""
     try:
         fails("first")
     except ValueError as error:
-        raise ExceptionGroup("behind it", [error]) from error
+        raise ExceptionGroup("several", [error]) from error
 
 
 def remote():
@@ -102,7 +102,7 @@ def remote():
     raise RuntimeError(f"\n  An exception was thrown from the worker.\n{text_of(handling)}")
 
 
-def yaml():
+def message_like_a_traceback():
     """Fails with a message that ends like a line of a traceback."""
     raise ValueError('cannot parse\n  File "config.yml", line 3')
 
@@ -114,30 +114,30 @@ REAL = [
      "ValueError: (psycopg) refused"),
     (noted, "ValueError: no"),
     (handling, "KeyError: 'second'"),
-    (caused, "RuntimeError: all of them"),
+    (error_caused_by_group, "RuntimeError: all of them"),
     (group, "ExceptionGroup: many"),
-    (because, "ExceptionGroup: behind it (1 sub-exception)"),
+    (group_with_cause, "ExceptionGroup: several (1 sub-exception)"),
     (lambda: exec("x = (\n"), "SyntaxError: '(' was never closed"),
     (lambda: compile("if 1:\nx", "job.py", "exec"), "IndentationError: expected an indented block after 'if' statement on line 1"),
     (lambda: fails('see File "a", line 1\nFile "b", line 2'), 'ValueError: see File "a", line 1'),
     (remote, "KeyError: 'second'"),
-    (yaml, "ValueError: cannot parse"),
+    (message_like_a_traceback, "ValueError: cannot parse"),
     (lambda: fails(""), "ValueError"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "line"), REAL)
 def test_the_summary_of_an_exception(call, line):
-    """The summary is found whatever the cause, even if text follows it or the beginning of the text is missing."""
+    """The summary is found for every kind of error, even if text follows it or the beginning of the text is missing."""
     text = text_of(call)
     assert error_line(text) == line
-    last = text.rindex('  File "') if call not in (group, because, remote, yaml) else 0
+    last = text.rindex('  File "') if call not in (group, group_with_cause, remote, message_like_a_traceback) else 0
     for cut in range(0, max(0, last - 20), 37):
         assert error_line(text[cut:]) == line, text[cut:]
 
 
 def test_without_a_traceback_the_summary_is_the_first_line():
-    """Without a traceback, as in errors of the JVM or about processes, the summary is the first line that is not blank.
+    """Without a traceback, as in errors from the JVM, the summary is the first line that is not blank.
 
     The summary of an empty text is empty.
     """
@@ -168,21 +168,21 @@ def test_a_cut_text_keeps_its_summary():
     assert error_line(once) == error_line(shorten_error(once, 500)) == "ExceptionGroup: many (15 sub-exceptions)"
 
 
-def test_a_message_of_many_frames_is_parsed_in_time():
+def test_a_message_with_many_lines_of_tracebacks_is_parsed_quickly():
     """A message with 100,000 lines that look like a traceback is parsed within seconds."""
     began = time.monotonic()
     error_line('  File "x", line 3\n' * 100_000)
     assert time.monotonic() - began < 10
 
 
-def test_the_command_prints_the_summary_of_a_listeners_error():
-    """`stagecrew report` prints the summary line of a listener's last error, for each scope."""
+def test_a_report_has_the_summary_of_a_listeners_error():
+    """The row of a listener in `stagecrew report` ends with the summary line of its last error, for each scope."""
     numbers = dict.fromkeys(("opens", "closes", "failures", "lost", "openMicros", "closeMicros"), 0)
     for scope in ("worker", "executor", "jvm"):
         assert _counts({"scope": scope, "lastError": text_of(noted), **numbers})[-1] == "ValueError: no"
 
 
 @pytest.mark.parametrize("one", json.loads(FILE.read_text()), ids=lambda one: one["name"])
-def test_the_shim_finds_the_same_summaries(one):
-    """Python finds the summary lines that the shim's tests require too, so the UI tab shows the same lines."""
+def test_python_finds_the_same_summaries_as_the_shim(one):
+    """Python finds the summary lines that the shim's tests expect, so Python and the UI tab show the same lines."""
     assert error_line(one["text"]) == one["line"]

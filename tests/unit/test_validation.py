@@ -66,7 +66,7 @@ class Frozen(Listener):
 
 @pytest.mark.parametrize("make", [resource_with, class_with, instance_with])
 def test_scopes_and_lifetimes_can_be_given_as_text(make):
-    """`"executor"` works like `Scope.EXECUTOR`, and `"execution"` like `Lifetime.EXECUTION`, also when pickled."""
+    """`"executor"` works like `Scope.EXECUTOR`, and `"execution"` like `Lifetime.EXECUTION`, even when pickled."""
     listener = pickle.loads(pickled([make(scope="executor", lifetime="execution")])[0])
     assert (listener.scope, listener.lifetime) == (Scope.EXECUTOR, Lifetime.EXECUTION)
 

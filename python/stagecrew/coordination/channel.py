@@ -191,7 +191,7 @@ class DriverChannel:
         if self._wake_out in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_out, 1024)
-        self._directs.turn(ready)
+        self._directs.serve(ready)
         if self._channel.fileno() in ready or self._channel.has_arrived:
             try:
                 for frame in self._channel.receive():

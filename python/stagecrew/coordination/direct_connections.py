@@ -1,4 +1,4 @@
-"""The direct connections of the driver's Python to executors on the same host: opened, read, written and replaced."""
+"""Opens, reads, writes and replaces the direct connections from the driver's Python to executors on the same host."""
 
 from __future__ import annotations
 
@@ -38,26 +38,27 @@ class Reader(Protocol):
         """Handles a frame that arrived on a direct connection."""
 
     def lost_route(self, direct: DirectConnection, reason: str) -> None:
-        """Handles the end of a direct connection: the evaluations that used it have failed."""
+        """Fails the evaluations that used this direct connection, because it has ended."""
 
 
 class DirectConnections:
     """Keeps at most one direct connection to each executor on this host.
 
-    `connect` and `shutdown` are safe from any thread. All other methods, except `write`, run on the reading thread.
+    Any thread may call `connect` and `shutdown`, and any thread that holds the sending lock may call `write`. The other
+    methods run on the reading thread, or after its end.
     """
 
     def __init__(self, reader: Reader, poller: select.poll, sending: threading.Lock) -> None:
         self._reader, self._poller = reader, poller
-        #: Held by the one thread that sends.
+        #: Held by the thread that is sending.
         self._sending = sending
         #: By descriptor.
         self._open: dict[int, DirectConnection] = {}
-        #: Connections that are not read yet, until the reading thread adds them.
-        self._connected: collections.deque[DirectConnection] = collections.deque()
+        #: New connections that the reading thread has not added yet.
+        self._pending: collections.deque[DirectConnection] = collections.deque()
         #: By executor: the timer that connects again.
         self._reconnects: dict[str, Timer] = {}
-        #: By executor: why it was lost. Spark never uses its id again.
+        #: By executor: why it was lost. Spark never uses the id of an executor twice.
         self._lost: Bounded[str, str] = Bounded(_MAX_LOST)
         self._ended = threading.Event()
 
@@ -72,19 +73,19 @@ class DirectConnections:
         if self._ended.is_set() or executor in self._lost:
             return
         try:
-            self._connected.append(DirectConnection(executor, place))
+            self._pending.append(DirectConnection(executor, place))
         except ChannelError as error:
             _log.debug("executor %s is reached through the driver's JVM: %s", executor, error)
             return
         if self._ended.is_set():
-            self._close_connected()
+            self._close_pending()
         else:
             self._reader.wake()
 
-    def _close_connected(self) -> None:
+    def _close_pending(self) -> None:
         with contextlib.suppress(IndexError):  # two threads may do this at the same time
-            while self._connected:
-                self._connected.popleft().close()
+            while self._pending:
+                self._pending.popleft().close()
 
     def write(self, direct: DirectRoute, frames: Iterable[bytes] = ()) -> None:
         """Writes to a direct connection. The caller holds the sending lock."""
@@ -98,10 +99,10 @@ class DirectConnections:
             self._poller.modify(direct.fileno(), select.POLLIN | (select.POLLOUT if direct.has_unsent else 0))
             self._reader.wake()
 
-    def turn(self, ready: set[int]) -> None:
-        """Adds the connections that were made, and serves those with these descriptors."""
-        while self._connected:
-            self._add(self._connected.popleft())
+    def serve(self, ready: set[int]) -> None:
+        """Adds the new connections. Then serves the connections whose descriptors are ready."""
+        while self._pending:
+            self._add(self._pending.popleft())
         for descriptor in ready & self._open.keys():
             self._serve(self._open[descriptor])
 
@@ -109,7 +110,7 @@ class DirectConnections:
         if self._ended.is_set() or direct.executor in self._lost:
             direct.close()
             return
-        for other in self._of(direct.executor):
+        for other in self._connections_to(direct.executor):
             self._drop(other, f"executor {direct.executor} has a newer connection")
         self._open[direct.fileno()] = direct
         self._poller.register(direct.fileno(), select.POLLIN)
@@ -135,15 +136,15 @@ class DirectConnections:
             direct.close()
         self._reader.lost_route(direct, reason)
 
-    def _of(self, executor: str) -> list[DirectConnection]:
+    def _connections_to(self, executor: str) -> list[DirectConnection]:
         return [one for one in self._open.values() if one.executor == executor]
 
     def lose(self, executor: str, reason: str) -> None:
-        """Ends the connection to a lost executor, also if its process still runs, cut off from the driver."""
+        """Ends the connection to a lost executor, even if its process still runs but is cut off from the driver."""
         self._lost[executor] = reason
         if (timer := self._reconnects.pop(executor, None)) is not None:
             timer.cancel()
-        for direct in self._of(executor):
+        for direct in self._connections_to(executor):
             self._drop(direct, reason)
 
     def shutdown(self) -> None:
@@ -153,9 +154,9 @@ class DirectConnections:
             direct.shutdown()
 
     def close(self) -> None:
-        """Closes all connections. No thread may be reading or writing."""
+        """Closes all connections. Call it when no thread reads or writes any more."""
         self._ended.set()
-        self._close_connected()
+        self._close_pending()
         for direct in self._open.values():
             direct.close()
         for timer in self._reconnects.values():

@@ -16,7 +16,7 @@ __all__ = ["note_names"]
 
 
 def note_names(listener: object, identity: Identity) -> None:
-    """Adds to the listener's identity the names under which `spark.stagecrew.listeners` contains it.
+    """Adds the listener's names in `spark.stagecrew.listeners` to its identity.
 
     Called on the driver before the listener is pickled.
     """

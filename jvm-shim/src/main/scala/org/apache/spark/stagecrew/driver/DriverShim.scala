@@ -8,7 +8,7 @@ import org.apache.spark.{SPARK_VERSION, SparkConf, SparkContext}
 import org.apache.spark.api.plugin.{DriverPlugin, PluginContext}
 import executor._, partitions._, spark._, ui._, wire._
 
-/** The driver side of the plugin. It rejects configurations that cannot work before executors exist. */
+/** The driver side of the plugin. Before any executor starts, it rejects configurations that cannot work. */
 final class DriverShim extends DriverPlugin {
   private var crew: DriverCrew = _
   private var facade: DriverFacade = _
@@ -55,7 +55,7 @@ object DriverShim {
   /** Sets the Spark settings that the plugin needs, and rejects settings that cannot work. */
   def configure(conf: SparkConf): Unit = {
     conf.getOption(DaemonModuleKey).filter(_ != DaemonModule).foreach(module => throw new IllegalArgumentException(
-      s"$DaemonModuleKey=$module: stagecrew must be Spark's Python daemon module; remove this setting, or the plugin"))
+      s"$DaemonModuleKey=$module: stagecrew must provide Spark's Python daemon; remove this setting or the plugin"))
     if (!conf.getBoolean(UseDaemonKey, defaultValue = true)) throw new IllegalArgumentException(
       s"$UseDaemonKey=false: stagecrew works inside Spark's Python daemon; remove this setting")
     if (conf.getBoolean(UnifiedKey, defaultValue = false))
@@ -66,11 +66,12 @@ object DriverShim {
     trackPartitions(conf)
   }
 
-  /** Wraps the configured ShuffleDataIO, which records shuffle outputs, and lets tasks report their cached blocks. */
+  /** Wraps the configured ShuffleDataIO in ours, which records shuffle outputs, and lets tasks report their cached
+    * blocks. */
   private def trackPartitions(conf: SparkConf): Unit = {
     if (SparkInternals.usesOldFetch(conf)) Log.log.warn(
-      "spark.shuffle.useOldFetchProtocol names outputs by partition, not by attempt: partitions are not tracked, " +
-        "and not released when a topology ends")
+      "spark.shuffle.useOldFetchProtocol=true: Spark names shuffle outputs by partition, not by attempt, so they are " +
+        "not tracked, and not released when a topology ends")
     else if (!SparkInternals.sortsShuffles(conf)) Log.log.warn(
       s"spark.shuffle.manager=${conf.get("spark.shuffle.manager")} does not write through Spark's ShuffleDataIO: its " +
         "partitions are not tracked, and not released when a topology ends")
@@ -79,7 +80,7 @@ object DriverShim {
     conf.set(TrackedShuffleDataIO.Key, TrackedIO)
     if (!conf.contains(BlockStatusesKey)) conf.set(BlockStatusesKey, "true")
     else if (!conf.getBoolean(BlockStatusesKey, defaultValue = true)) Log.log.warn(
-      s"$BlockStatusesKey=false: cached blocks are not tracked, and release='all' finds none; remove this setting")
+      s"$BlockStatusesKey=false: cached blocks are not tracked, and not released; remove this setting")
   }
 
   /** The application topology as described by the configuration. */

@@ -5,14 +5,14 @@ import scala.collection.immutable.VectorMap
 import scala.collection.mutable
 import executor._, wire._
 
-/** The shuffle output of one map task. `map` is the id of the attempt that wrote it. */
-final case class Output(shuffle: Int, map: Long)
+/** The shuffle output of one attempt of a map task. */
+final case class Output(shuffle: Int, attempt: Long)
 
 /** One block of a cached dataset. */
 final case class CachedBlock(rdd: Int, partition: Int)
 
-/** The partitions of a topology that must be deleted, with their sizes. The executor deletes the outputs. The driver
-  * unpersists the cached datasets. */
+/** Those of the partitions of a topology that must be deleted, with their sizes. The executor deletes the outputs. The
+  * driver unpersists the cached datasets. */
 final case class Deletions(outputs: Map[Output, Long] = Map.empty, blocks: Map[CachedBlock, Long] = Map.empty) {
   def caches: Set[Int] = blocks.keySet.map(_.rdd)
 }
@@ -26,21 +26,22 @@ final case class Deletions(outputs: Map[Output, Long] = Map.empty, blocks: Map[C
  *      \--finished, but its topology has ended--> passes to an heir, or the task's thread deletes it
  * }}}
  *
- * Only its own attempt ends an output in progress. Counts are derived from the stored partitions. The time of a task's
- * calls does not depend on the number of stored partitions. Unknown ids are ignored. Thread-safe.
+ * An output in progress is finished, failed or forgotten only by its own attempt. Counts are derived from the stored
+ * partitions. The time of a task's calls does not depend on the number of stored partitions. Unknown ids are ignored.
+ * Thread-safe.
  *
  * The table follows Flink's TaskExecutorPartitionTracker and PartitionTable, but its keys are topologies. An unfinished
  * output is forgotten when its attempt ends, because SortShuffleWriter never calls abort.
  */
 final class PartitionTable {
   private final class StoredPartitions {
-    val shuffles = mutable.HashMap.empty[Int, mutable.HashMap[Long, Long]] // sizes by shuffle and `Output.map`
+    val shuffles = mutable.HashMap.empty[Int, mutable.HashMap[Long, Long]] // sizes by shuffle and attempt
     val blocks = mutable.HashMap.empty[CachedBlock, Long] // sizes
     def isEmpty: Boolean = shuffles.isEmpty && blocks.isEmpty
 
     /** Removes the outputs of a shuffle, and returns them with their sizes. */
     def remove(shuffle: Int): Seq[(Output, Long)] =
-      shuffles.remove(shuffle).toSeq.flatMap(_.map { case (map, bytes) => Output(shuffle, map) -> bytes })
+      shuffles.remove(shuffle).toSeq.flatMap(_.map { case (attempt, bytes) => Output(shuffle, attempt) -> bytes })
 
     def removeOutputs(): Seq[(Output, Long)] = shuffles.keys.toSeq.flatMap(remove)
   }
@@ -76,7 +77,7 @@ final class PartitionTable {
   def failed(output: Output): Unit = synchronized { remove(output); () }
 
   /** The attempt has ended: its unfinished outputs are forgotten. */
-  def attemptEnded(attempt: Long): Unit = synchronized(inProgress.keys.filter(_.map == attempt).toSeq.foreach(remove))
+  def attemptEnded(id: Long): Unit = synchronized(inProgress.keys.filter(_.attempt == id).toSeq.foreach(remove))
 
   /** An attempt of topology `owner` stored a block of this size, or dropped it (`None`). */
   def blockChanged(owner: String, block: CachedBlock, bytes: Option[Long]): Unit = synchronized {
@@ -109,8 +110,8 @@ final class PartitionTable {
     }
   }
 
-  /** The heir of a shuffle if it has not ended, otherwise its own heir. None if an ended heir has released the
-    * shuffle. The application remains the heir even after its end. */
+  /** Returns `heir` if this topology has not ended, otherwise the topology's own heir of the shuffle. None if it has
+    * released the shuffle. The application remains an heir even after its end. */
   private def successor(heir: String, shuffle: Int): Option[String] =
     endings.get(heir).filter(_ => heir != Description.Application) match {
       case None => Some(heir)
@@ -121,7 +122,7 @@ final class PartitionTable {
     stored.remove(shuffle).foreach { case (output, bytes) => passTo(to, output, bytes) }
   }
 
-  /** Removes and returns the outputs of these shuffles that are recorded for the application. No topology uses the
+  /** Removes the application's outputs of these shuffles, and returns them. Call it only if no topology uses these
     * shuffles. */
   def removeUnclaimed(shuffles: Iterable[Int]): Map[Output, Long] = synchronized {
     storedOf.get(Description.Application).fold(Map.empty[Output, Long]) { stored =>
@@ -197,13 +198,14 @@ final class PartitionTable {
 
   def isEmpty: Boolean = synchronized(storedOf.isEmpty && inProgress.isEmpty && endings.isEmpty)
 
-  /** Spark manages the outputs that pass to the application. */
+  /** Records an output for its heir. An output that passes to the application is no longer recorded, because Spark
+    * manages it. */
   private def passTo(heir: String, output: Output, bytes: Long): Unit =
     if (heir != Description.Application) add(heir, output, bytes)
 
   private def add(owner: String, output: Output, bytes: Long): Unit = {
     storedOf.getOrElseUpdate(owner, new StoredPartitions).shuffles
-      .getOrElseUpdate(output.shuffle, mutable.HashMap.empty)(output.map) = bytes
+      .getOrElseUpdate(output.shuffle, mutable.HashMap.empty)(output.attempt) = bytes
     changedTopologies += owner
   }
 

@@ -28,7 +28,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
 
   /** An attempt begins to write an output. Returns None if the attempt belongs to no topology: only Spark manages the
     * output then. */
-  private[stagecrew] def setUp(output: Output): Option[OutputInProgress] = ownerOf(output.map).map { owner =>
+  private[stagecrew] def setUp(output: Output): Option[OutputInProgress] = ownerOf(output.attempt).map { owner =>
     table.setUp(owner, output)
     new OutputInProgress(output)
   }
@@ -152,7 +152,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   }
 
   private def removeStale(before: Map[Int, Long]): Unit = if (before.nonEmpty) disk.outputsOf(before.keySet)
-    .filter(output => output.map < before(output.shuffle)).foreach { output =>
+    .filter(output => output.attempt < before(output.shuffle)).foreach { output =>
     remove(output)
     staleShuffles.add(output.shuffle)
   }

@@ -64,10 +64,10 @@ private[stagecrew] object SparkInternals {
     * because Spark only logs that it could not delete a file. */
   def deleteOutput(output: Output): Boolean = resolver match {
     case Some(resolver: IndexShuffleBlockResolver) =>
-      resolver.removeDataByMap(output.shuffle, output.map)
+      resolver.removeDataByMap(output.shuffle, output.attempt)
       val checksums = SparkEnv.get.conf.get(config.SHUFFLE_CHECKSUM_ALGORITHM)
-      Seq(resolver.getDataFile(output.shuffle, output.map), resolver.getIndexFile(output.shuffle, output.map),
-        resolver.getChecksumFile(output.shuffle, output.map, checksums)).forall(file => Files.notExists(file.toPath))
+      Seq(resolver.getDataFile(output.shuffle, output.attempt), resolver.getIndexFile(output.shuffle, output.attempt),
+        resolver.getChecksumFile(output.shuffle, output.attempt, checksums)).forall(f => Files.notExists(f.toPath))
     case _ => false
   }
 
