@@ -98,7 +98,7 @@ def test_transactions_are_on_disk_before_they_return(path):
 
 
 def check_kills_in_transactions(path, seed, kills):
-    """Checks that each transaction that returned is stored, and each interrupted one is stored completely or not."""
+    """Checks that each transaction that returned is stored, and each interrupted one completely or not at all."""
     rng = random.Random(seed)
     with contextlib.closing(SQLiteStore(path)) as store:
         store.ensure("a", "b")
@@ -196,7 +196,7 @@ def test_a_session_whose_file_is_deleted_is_lost(path, store):
 
 
 def test_a_session_that_was_declared_dead_writes_nothing(path, store):
-    """Once another session has declared a session dead, all its transactions fail, even if they start with a check."""
+    """After another session has declared this one dead, all its transactions fail, even if they begin with a check."""
     store.transact(Create("a"), Create("b", b"before"), Create("e", ephemeral=True))
     with contextlib.closing(SQLiteStore(path)) as other:
         (Path(f"{path}.sessions") / store.session).unlink()
@@ -207,7 +207,7 @@ def test_a_session_that_was_declared_dead_writes_nothing(path, store):
         assert (other.read("b"), other.read("c")) == (Entry(b"before", 0, None), None)
 
 
-def test_an_inaccessible_directory_is_an_error_of_the_store(tmp_path):
+def test_an_inaccessible_directory_makes_the_store_unavailable(tmp_path):
     """While the database's directory is inaccessible, calls raise `StoreUnavailable`, and the session survives."""
     directory = tmp_path / "place"
     directory.mkdir()

@@ -1,5 +1,4 @@
-"""Tab, metrics, `stagecrew report` and `topology.report` of one run agree with each other and with the test's
-counts."""
+"""For one run, the tab, the metrics, `stagecrew report` and `topology.report` agree with the counts of the test."""
 
 from __future__ import annotations
 
@@ -93,7 +92,7 @@ def field_names(body: Any) -> set[str]:
 
 
 def table_cells(text: str, title: str, *names: str) -> list[dict[str, str]]:
-    """The rows of a table of `stagecrew report`, as the text below each of its consecutive headers."""
+    """The rows of a table of `stagecrew report`: the text below each of these headers, which are next to each other."""
     lines = text.split("\n")
     header, *rest = lines[lines.index(title) + 1 :]
     starts = [0]
@@ -106,7 +105,7 @@ def table_cells(text: str, title: str, *names: str) -> list[dict[str, str]]:
 def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
     sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tab, metrics and reports agree about a run with listeners, a coordinator, splits, a shuffle and an agent.
+    """The tab, metrics and reports agree about a run with listeners, a coordinator, splits, a shuffle and an agent.
 
     They agree while the run is in progress and after it, and the report from its event log agrees with them.
     """
@@ -338,7 +337,7 @@ def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
 
 
 class HeldCoordinator(stagecrew.Coordinator):
-    """A coordinator that handles its first event only once the test releases the coordinator."""
+    """A coordinator that does not handle its first event until the test releases it."""
 
     def __init__(self, context: stagecrew.CoordinatorContext, released: str, handled: list[Any]) -> None:
         super().__init__(context)

@@ -129,11 +129,11 @@ def test_the_daemon_sees_the_time_that_a_worker_needs(monkeypatch):
     monkeypatch.setattr(graceful_shutdown, "_needed", graceful_shutdown._shared_table())
     pid = os.fork()
     if pid == 0:
-        graceful_shutdown.set_time_to_end(1e9)
+        graceful_shutdown.set_seconds_to_end(1e9)
         os._exit(0)
     os.waitpid(pid, 0)
     assert graceful_shutdown._needed[pid] == 0xFFFF
-    graceful_shutdown.set_time_to_end(0.2)
+    graceful_shutdown.set_seconds_to_end(0.2)
     assert graceful_shutdown._needed[os.getpid()] == 1
     graceful_shutdown.reset_in_worker()
     assert graceful_shutdown._needed[os.getpid()] == 0

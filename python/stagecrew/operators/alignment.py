@@ -88,7 +88,7 @@ class AlignmentCoordinator(Coordinator):
 
     def waits_for(self) -> str:
         """See `Coordinator`."""
-        if not self._waiting or (slowest := self._group.slowest_of) is None:
+        if not self._waiting or (slowest := self._group.slowest_source) is None:
             return ""
         (id_, name), watermark = slowest
         source = "its source" if name is None else f"source {name!r}"
@@ -116,7 +116,7 @@ class AlignmentCoordinator(Coordinator):
             self._group.report(source, watermark)  # a waiting source is not idle
         for source in [source for source, (watermark, _) in self._waiting.items() if self._group.allows(watermark)]:
             self._waiting.pop(source)[1].set_result(None)
-        self.context.report(slowest=self._group.slowest, waiting=len(self._waiting))
+        self.context.report(slowest=self._group.slowest_watermark, waiting=len(self._waiting))
 
 
 class Aligner:

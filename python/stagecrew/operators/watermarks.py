@@ -107,12 +107,12 @@ class WatermarkGroup(Generic[S]):
         self._finished.add(source)
 
     @property
-    def slowest(self) -> Any:
+    def slowest_watermark(self) -> Any:
         """The lowest watermark of the sources that take part. None if no source takes part."""
         return min((source.watermark for _, source in self._awake()), default=None)
 
     @property
-    def slowest_of(self) -> tuple[S, Any] | None:
+    def slowest_source(self) -> tuple[S, Any] | None:
         """The slowest source and its watermark. None if no source takes part."""
         found = min(self._awake(), key=lambda named: named[1].watermark, default=None)
         return None if found is None else (found[0], found[1].watermark)
@@ -128,7 +128,7 @@ class WatermarkGroup(Generic[S]):
     @property
     def limit(self) -> Any:
         """The latest event time that may be read now. None if there is no limit."""
-        slowest = self.slowest
+        slowest = self.slowest_watermark
         return None if slowest is None else self._plus_drift(slowest)
 
     def _plus_drift(self, watermark: Any) -> Any:
@@ -142,7 +142,7 @@ class WatermarkGroup(Generic[S]):
 
         Args:
             event_time: The event time.
-            beside: Another event time that is still to be read. It is a limit, like a source with this watermark.
+            beside: Another event time that is still to be read. It limits `event_time` like the watermark of a source.
 
         Returns:
             True if the event time is within the drift of the slowest source, and of `beside`.

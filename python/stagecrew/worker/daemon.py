@@ -3,11 +3,12 @@
 Spark starts it instead of `pyspark.daemon`, because the plugin sets `spark.python.daemon.module`. It is pyspark's
 daemon with these functions replaced:
 
-- `worker`, which a forked worker calls once per task. Before it, the worker closes topologies that have ended. After
-  it, the worker closes everything if it is about to end. During it, a task begins in `setup_broadcasts`, because this
-  runs just before the user's function is read, and Spark treats an exception there as a failure of the task.
-  `handle_worker_exception` removes our frames from such an exception. The task ends in `main`. It checks Spark's
-  secret itself, because the import of `pyspark.worker` takes time and memory.
+- `worker`, which a forked worker calls once per task. Before the call, the worker closes topologies that have ended.
+  After the call, it closes everything if the process is about to end. During the call, the task begins in
+  `setup_broadcasts`, because this function runs just before the user's function is read, and Spark treats an exception
+  there as a failure of the task. `handle_worker_exception` removes our frames from such an exception. The task ends in
+  `main`. Our `worker` checks Spark's secret itself, so that a stranger cannot cause the import of `pyspark.worker`,
+  which takes time and memory.
 - `kill`, which kills workers that Spark no longer needs. A worker with listeners is asked to end first
   (`graceful_shutdown`).
 - `fork` and `poll`, so that the daemon samples its workers when its loop wakes and has nothing to do (`sampling`).
@@ -42,7 +43,7 @@ def worker(sock: socket.socket, authenticated: bool) -> int:
     """Replaces `pyspark.daemon.worker`: called by the forked process once per task."""
     global _process
     if not authenticated:
-        # PySpark's `worker` does the same, but here only a process that knows Spark's secret makes this one import.
+        # PySpark's `worker` checks the secret too, but only after the import of `pyspark.worker`.
         _reset_signals()
         if not _knows_secret(sock):
             return 1
@@ -90,7 +91,7 @@ def _reset_signals() -> None:
 def _knows_secret(sock: socket.socket) -> bool:
     """Checks the secret that Spark sends first, and replies as PySpark does.
 
-    Reads no byte beyond the secret, and never more than its length. With Unix domain sockets, PySpark has no secret.
+    Never reads more bytes than the right secret has. With Unix domain sockets, PySpark has no secret.
     """
     secret = os.environ["PYTHON_WORKER_FACTORY_SECRET"].encode()
     expected = len(secret).to_bytes(4, "big") + secret
@@ -108,7 +109,7 @@ def _knows_secret(sock: socket.socket) -> bool:
 
 
 def _worker_module() -> str:
-    """The module that PySpark's daemon runs. Any other `spark.python.worker.module` has no effect in a daemon."""
+    """The module that PySpark's daemon runs. It ignores a `spark.python.worker.module` outside of PySpark."""
     requested = sys.argv[1] if len(sys.argv) > 1 else ""
     return requested if requested.startswith("pyspark") else "pyspark.worker"
 
@@ -116,8 +117,8 @@ def _worker_module() -> str:
 def _freeze_imported_objects() -> None:
     """Excludes the objects that exist now from garbage collections.
 
-    PySpark calls `gc.collect()` after each task. To visit the objects of PySpark's modules takes 6 to 11 ms each time,
-    and the worker closes no topology meanwhile. Objects that are created later are collected as before.
+    PySpark calls `gc.collect()` after each task. A visit to all objects of PySpark's modules takes 6 to 11 ms, and the
+    worker cannot close topologies in this time. Objects that are created later are collected as before.
     """
     gc.collect()
     gc.freeze()

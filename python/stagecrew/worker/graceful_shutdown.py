@@ -2,12 +2,12 @@
 
 Spark's daemon sends SIGKILL to idle workers beyond `spark.python.factory.idleWorkerMaxPoolSize`, and to a worker that
 still runs a task after Spark has killed this task. With this module, the daemon first sends SIGTERM to a worker that
-catches it, which a worker with open listeners does. It sends SIGKILL if the worker is still running after `SECONDS`. A
-worker that is idle or closing registers how long its listeners may take to close. If that is longer, the daemon waits
-that long. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
+catches it, as workers with open listeners do. It sends SIGKILL if the worker is still running after `SECONDS`. A worker
+that is idle or closing registers how long its listeners may take to close. If that is longer than `SECONDS`, the daemon
+waits that long instead. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
 
-The daemon forks, so it must have only one thread. Therefore a signal timer sends SIGKILL, not a thread. Nothing else in
-the daemon uses a timer.
+The daemon forks, so it must have only one thread. Therefore it sends SIGKILL in the handler of a
+signal timer, not in a thread. Nothing else in the daemon uses a timer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import types
 from types import FrameType
 from typing import Final
 
-__all__ = ["SECONDS", "install", "reset_in_worker", "set_time_to_end"]
+__all__ = ["SECONDS", "install", "reset_in_worker", "set_seconds_to_end"]
 
 #: The shortest time from SIGTERM to SIGKILL, in seconds.
 SECONDS: Final = 5.0
@@ -52,16 +52,16 @@ def install() -> None:
 def reset_in_worker() -> None:
     """Called in a forked worker before each task.
 
-    Forgets the workers that the daemon has asked to end, and the daemon's signal handler, which the fork copied. The
-    worker needs `SECONDS` again.
+    Discards the daemon's list of workers that were asked to end, and its signal handler, which the fork copied.
+    The worker gets `SECONDS` to end, until it sets another time.
     """
-    set_time_to_end(0)
+    set_seconds_to_end(0)
     if _asked or signal.getsignal(signal.SIGALRM) is _kill_overdue:
         _asked.clear()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-def set_time_to_end(seconds: float) -> None:
+def set_seconds_to_end(seconds: float) -> None:
     """Called in a forked worker. Sets the time that it needs to end after SIGTERM."""
     pid = os.getpid()
     if _needed is not None and pid < len(_needed):
@@ -78,14 +78,14 @@ def _shared_table() -> memoryview | None:
 
 
 def _kill(pid: int, number: int) -> None:
-    started = _started(pid) if number == signal.SIGKILL and _takes_sigterm(pid) else None
+    started = _start_time(pid) if number == signal.SIGKILL and _takes_sigterm(pid) else None
     if started is None:
         os.kill(pid, number)
         return
     os.kill(pid, signal.SIGTERM)
     if all(entry[1:] != (pid, started) for entry in _asked):
         _asked.append((time.monotonic(), pid, started))
-    # A running timer is not restarted. Otherwise each kill would postpone it, and a series of kills forever.
+    # A running timer is not restarted. Otherwise a series of kills could postpone it forever.
     if signal.getsignal(signal.SIGALRM) is not _kill_overdue or signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0):
         signal.signal(signal.SIGALRM, _kill_overdue)
         signal.setitimer(signal.ITIMER_REAL, SECONDS, _INTERVAL)
@@ -95,7 +95,7 @@ def _kill_overdue(_number: int, _frame: FrameType | None) -> None:
     now = time.monotonic()
     for entry in list(_asked):
         asked, pid, started = entry
-        if _started(pid) != started:
+        if _start_time(pid) != started:
             _asked.remove(entry)
         elif asked + _grace(pid) <= now:
             _asked.remove(entry)
@@ -123,7 +123,7 @@ def _takes_sigterm(pid: int) -> bool:
     return bool(taken >> (signal.SIGTERM - 1) & 1)
 
 
-def _started(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             return stat.read().rsplit(")", 1)[1].split()[19]

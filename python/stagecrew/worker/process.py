@@ -156,7 +156,7 @@ class WorkerProcess:
         If Spark's stream ends, the worker is no longer needed, and this closes everything before it returns.
         """
         with self._leaving_on_signal():
-            graceful_shutdown.set_time_to_end(self._time_to_close())
+            graceful_shutdown.set_seconds_to_end(self._time_to_close())
             self._handle_frames()  # poll does not report frames that were read while the task waited for a description
             if not self.anything_open and self._channel.fileno() < 0:
                 return
@@ -186,7 +186,7 @@ class WorkerProcess:
     def leave(self, reason: str) -> None:
         """Closes everything, because the process ends or has lost its executor. A second call does nothing."""
         self._on_signal = "note"
-        graceful_shutdown.set_time_to_end(self._time_to_close())
+        graceful_shutdown.set_seconds_to_end(self._time_to_close())
         self._lifecycle.close_all()
         with contextlib.suppress(ChannelError):
             self._channel.send("GOODBYE", reason=reason)

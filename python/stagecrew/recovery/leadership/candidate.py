@@ -83,7 +83,7 @@ class Leadership:
 
 
 class _LeaderStore(FencedStore):
-    """The store of a leader. Once it knows that the leadership has ended, it refuses writes without a request."""
+    """The store of a leader. Once it knows that the leadership has ended, it refuses writes and sends no request."""
 
     def __init__(self, leadership: Leadership, store: Store) -> None:
         super().__init__(store, fence(leadership.term))
@@ -115,9 +115,9 @@ class Candidate:
       before it campaigns again, so that others can lead first.
     * If the store is unavailable, the candidate retries forever. In the meantime `error` says what is wrong.
 
-    Not promised: with SQLite, whose sessions end only with their process, a suspended leader (SIGSTOP) is not replaced.
-    With ZooKeeper, it is replaced after the session timeout. When it resumes, it can no longer write, and notices that
-    it no longer leads.
+    With ZooKeeper, a suspended leader (SIGSTOP) is replaced after the session timeout. When it resumes, it can no
+    longer write, and notices that it no longer leads. With SQLite it is not replaced, because its session ends only
+    with its process.
 
     `open_store` opens a new session each time; the candidate closes it. `clock` must be monotonic.
     """
@@ -138,7 +138,7 @@ class Candidate:
             )
         self._open_store, self._on_grant, self._on_revoke = open_store, on_grant, on_revoke
         self._clock, self._period, self._callback_timeout = clock, period, callback_timeout
-        # Guards the five attributes below. While it is held, only the clock is called, not even the log.
+        # Guards the five attributes below. While it is held, nothing but the clock is called.
         self._changed = threading.Condition()
         self._election = Election()
         self._granted: Leadership | None = None  # set from the grant until both callbacks have returned
@@ -169,8 +169,8 @@ class Candidate:
         Leadership ends immediately. Another process can lead when `on_revoke` has returned, or after
         `callback_timeout`.
 
-        Returns whether all threads have ended. That is false while a callback is still running, for example if a
-        callback calls this, or if the store does not close. The remaining threads end by themselves.
+        Returns whether all threads have ended. That is false if the store does not close, or if a callback is still
+        running, for example because the callback itself calls this. The remaining threads end by themselves.
         """
         with self._changed:
             self._closing = True
@@ -234,7 +234,7 @@ class Candidate:
             _log.warning("this process is not campaigning yet: the callbacks of term %d have not returned", term)
 
     def _wait_for_callbacks(self, seconds: float, must_stop: Callable[[], bool] = lambda: False) -> int | None:
-        """Waits for at most `seconds` until no callback is running. Returns the term whose callbacks still are, if any.
+        """Waits at most `seconds` for running callbacks to return. Returns the term of those that have not, if any.
 
         Also stops waiting, and returns None, as soon as `must_stop` returns true.
         """
@@ -289,7 +289,7 @@ class Candidate:
         if isinstance(self._handle(event, client.store), Granted):
             _log.info("this process leads in term %d", client.term)
         with self._changed:
-            # If an acquisition arrived too late, this process does not lead, and leaves the session.
+            # If the lease was acquired too late, this process does not lead, and closes the session.
             return not self._is_used_up(client)
 
     def _leave(self, store: Store) -> None:

@@ -37,15 +37,15 @@ private[stagecrew] abstract class ThreadLoop(name: String) extends Loop {
 
 /**
  * Closes topologies on an executor. The steps are: wait for attempts and for opens in progress, close the workers, then
- * the agent, then the JVM listeners, then release the partitions. Used by the loop, except where noted. `closed` is
- * called when a topology has closed on this executor.
+ * the agent, then the JVM listeners, then release the partitions. Except where noted, call the methods in the
+ * loop. `closed` is called when a topology has closed on this executor.
  */
 final class Closings(
     executor: String, table: TopologyTable, processes: Processes, executorListeners: ExecutorListeners,
     pool: ExecutorService, loop: Loop)(
     release: String => CompletableFuture[Deletions], report: (String, Seq[String], Option[Deletions]) => Array[Byte],
     closed: String => Unit) {
-  /** How long to wait after the timeout, because a hook that is interrupted at the same timeout is still reported. */
+  /** How long to wait after the timeout, so that a hook that is interrupted at the same timeout can report its end. */
   private val ReportGraceMs = 300L
   private val closings = mutable.LinkedHashMap.empty[String, Closing]
   private val latches = TrieMap.empty[String, CountDownLatch]
@@ -53,22 +53,23 @@ final class Closings(
   private var forced = false
 
   /**
-   * Continues closings after a change that they may wait for: a process began or ended an attempt, got, opened or
-   * closed a topology, or disconnected, or an attempt has ended. Called by any thread. Does nothing while no topology
-   * is closing.
+   * Continues closings after a change that they may wait for. Either a Python process began or ended an attempt,
+   * received a topology, opened or closed one, or disconnected; or the executor ended an attempt. Any thread may call
+   * this. Does nothing while no topology is closing.
    */
   def changed(): Unit = if (anyClosing) loop.inLoop(progress())
 
-  /** A latch that opens when the topology is closed. Must be called before `end`. Called by any thread. */
+  /** A latch that opens when the topology is closed. Must be called before `end`. Any thread may call
+    * this. */
   def latch(topology: String): CountDownLatch = latches.getOrElseUpdate(topology, new CountDownLatch(1))
 
-  /** Closes a topology that has ended. Replies when it is closed, or at the timeout (see `giveUp`). */
+  /** Closes a topology that has ended. Replies when it is closed, or at the timeout (see `replyAtTimeout`). */
   def end(topology: String, timeoutMs: Long, reply: Option[Reply]): Unit = {
     table.end(topology)
     val closing = closings.getOrElseUpdate(topology, new Closing(topology))
     reply.foreach(closing.replies ::= _)
     anyClosing = true
-    loop.schedule(timeoutMs + ReportGraceMs)(closing.giveUp())
+    loop.schedule(timeoutMs + ReportGraceMs)(closing.replyAtTimeout())
     progress()
   }
 
@@ -150,7 +151,7 @@ final class Closings(
 
     /** Replies at the timeout, and continues to close. The reply names the running attempts. If no attempt is running,
       * it names the listeners, processes and deletions that closing still waits for. */
-    def giveUp(): Unit = if (closings.contains(topology) && replies.nonEmpty) {
+    def replyAtTimeout(): Unit = if (closings.contains(topology) && replies.nonEmpty) {
       val attempts = table.attemptsOf(topology).toSeq.sorted
         .map(attempt => s"attempt $attempt on executor $executor is still running")
       val links = processes.linksOf(topology).collect { case (link, busy) if !busy =>

@@ -50,8 +50,9 @@ trait LinkHandler {
  * user can read it.
  *
  * Both sides of a connection must prove that they know the token (`Handshake`). A connection is a stranger until its
- * client has proved this. A stranger is closed at its deadline, or when there are too many. Strangers delay nobody
- * else. The token is not in a Spark local property, because Spark may write these to the event log in local mode.
+ * client has proved this. A stranger is closed at its deadline. If there are too many, the oldest is closed. Strangers
+ * do not delay other connections. The token is not in a Spark local property, because Spark may write these to the
+ * event log in local mode.
  */
 final class Channels(newFolder: () => File, settings: Settings, version: String, owner: String, welcome: () => String,
     handler: LinkHandler) {
@@ -97,7 +98,7 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
       case _: EOFException => None // the client closed the connection
       case NonFatal(error) =>
         // If this side closed the connection, the exception has no message.
-        val reason = Option(error.getMessage).getOrElse("it did not prove the token in time, or too many had not")
+        val reason = Option(error.getMessage).getOrElse("its proof was late, or there were too many strangers")
         if (!closed) warnings.warn(s"a connection to the channel of $owner was refused: $reason")
         None
     } finally strangers.synchronized(strangers.remove(number))
@@ -149,7 +150,7 @@ object Channels {
   /** The maximum length of a frame of the handshake in bytes. */
   val MaxHello = 4096
 
-  /** The maximum number of connections that have not proved the token yet. */
+  /** The maximum number of strangers. */
   val MaxStrangers = 64
 
   private val AcceptPauseMs = 50L // a failure, such as too many open files, may last
