@@ -260,6 +260,7 @@ def test_the_worker_that_the_daemon_runs_is_hooked(monkeypatch, arguments, hooke
         monkeypatch.setattr(pyspark.worker, name, getattr(pyspark.worker, name))
     before, frozen = pyspark.worker.main, gc.get_freeze_count()
     monkeypatch.setattr(daemon, "_hooked", False)
+    monkeypatch.setenv("SPARK_REUSE_WORKER", "1")
     monkeypatch.setattr(sys, "argv", ["daemon.py", *arguments])
     daemon._hook_pyspark()
     for number, handler in handlers.items():

@@ -132,7 +132,8 @@ def _hook_pyspark() -> None:
     _reset_signals()
     import pyspark.worker
 
-    _freeze_imported_objects()
+    if os.environ.get("SPARK_REUSE_WORKER"):  # otherwise the process ends after its task, and collects nothing
+        _freeze_imported_objects()
     original_main = pyspark.worker.main
     original_setup = pyspark.worker.setup_broadcasts  # type: ignore[attr-defined]  # imported there, not defined
     original_handle = pyspark.worker.handle_worker_exception  # type: ignore[attr-defined]
