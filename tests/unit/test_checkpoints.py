@@ -20,7 +20,7 @@ from stagecrew.testing import CoordinatorHarness
 
 
 class Counting(stagecrew.Coordinator):
-    """Passes each event on to every task. Its state is two counts: of the events that it has handled, and of those that it has sent."""
+    """Passes each event on to every task. Its state is two counts: events handled and events sent."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -195,7 +195,7 @@ def test_a_failed_future_or_an_invalid_state_fails_only_the_checkpoint(harness):
 
 
 def test_a_checkpoint_waits_for_events_before_its_cut(harness):
-    """A checkpoint fails if a task does not acknowledge an event before the cut in time, unless its attempt has failed."""
+    """A checkpoint fails if a live task does not acknowledge an event before the cut in time."""
     task = harness.evaluation(0)
     task.acknowledges = False
     harness.coordinator.send("a")

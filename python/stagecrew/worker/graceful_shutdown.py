@@ -6,8 +6,8 @@ catches it, as workers with open listeners do. It sends SIGKILL if the worker is
 that is idle or closing registers how long its listeners may take to close. If that is longer than `SECONDS`, the daemon
 waits that long instead. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
 
-The daemon forks, so it must have only one thread. Therefore it sends SIGKILL in the handler of a
-signal timer, not in a thread. Nothing else in the daemon uses a timer.
+The daemon forks, so it must have only one thread. Therefore it sends SIGKILL in the handler of a signal
+timer, not in a thread. Nothing else in the daemon uses a timer.
 """
 
 from __future__ import annotations
