@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -166,20 +167,25 @@ class Strangers:
 
     def _watch(self) -> None:
         while not self._stops.wait(0.05):
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error, BrokenPipeError):
                 tree = psutil.Process(self._pid)
-                for process in [tree, *tree.children(recursive=True)]:
-                    with contextlib.suppress(psutil.Error, BrokenPipeError):
-                        self._targets(process)
+                self._add_targets([tree, *tree.children(recursive=True)])
 
-    def _targets(self, process: psutil.Process) -> None:
-        targets = {f"file {path}" for path in files_of(process)} if process.name() == "java" else set()
-        for connection in process.net_connections("inet"):
-            if connection.status == psutil.CONN_LISTEN:
-                targets.add(f"port {connection.laddr.port}")
-        for connection in process.net_connections("unix"):
-            if connection.laddr:
+    def _add_targets(self, processes: list[psutil.Process]) -> None:
+        targets = set()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name() == "java":
+                    targets.update(f"file {path}" for path in files_of(process))
+        pids = {process.pid for process in processes}
+        # One call for all processes: each call reads the list of all connections of the host.
+        for connection in psutil.net_connections("all"):
+            if connection.pid not in pids or not connection.laddr:
+                continue
+            if connection.family == socket.AF_UNIX:
                 targets.add(f"socket {connection.laddr}")
+            elif connection.status == psutil.CONN_LISTEN:
+                targets.add(f"port {connection.laddr.port}")
         for target in sorted(targets - self._known):
             self._known.add(target)
             self._send(target)
