@@ -16,7 +16,7 @@ def exits(run: Run):
     """The time from the beginning of a topology's exit to the last `close` in its workers, and to its return."""
     last, returned = [], []
     with driver() as ours:
-        ours("exits", count=50)
+        ours("exits", count=250)  # the JVMs are new, and have not compiled the hot code
         for _ in run.rounds():
             outcome = ours("exits", count=100)
             last.append(outcome["last_close_ms"])
