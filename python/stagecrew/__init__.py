@@ -9,11 +9,11 @@ it.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stagecrew._version import __version__
 from stagecrew.errors import StagecrewError
+from stagecrew.lazy import lazy_names as _lazy_names
 from stagecrew.listeners.listener import Lifetime, Listener, ListenerContext, Scope, Task
 from stagecrew.listeners.logging_context import LoggingContext
 from stagecrew.listeners.resource import Resource, resource
@@ -73,49 +73,30 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Checkpoint": "stagecrew.coordination.checkpoints",
-    "Coordinator": "stagecrew.coordination.contract",
-    "CoordinatorContext": "stagecrew.coordination.context",
-    "Crew": "stagecrew.session.crew",
-    "Evaluation": "stagecrew.coordination.evaluation",
-    "Gateway": "stagecrew.coordination.gateway",
-    "LatencySummary": "stagecrew.session.reports",
-    "ListenerReport": "stagecrew.session.reports",
-    "Operator": "stagecrew.coordination.operator",
-    "OperatorReport": "stagecrew.session.reports",
-    "PartitionReport": "stagecrew.partitions.report",
-    "Release": "stagecrew.partitions.report",
-    "TaskGateway": "stagecrew.worker.task_gateway",
-    "Topology": "stagecrew.session.topology",
-    "TopologyReport": "stagecrew.session.reports",
-    "configure": "stagecrew.session.builder",
-    "crew": "stagecrew.session.builder",
-    "current_job": "stagecrew.recovery",
-    "is_active": "stagecrew.session.builder",
-    "jar_path": "stagecrew.jar",
-    "read_committed": "stagecrew.operators",
-    "spark_conf": "stagecrew.jar",
+    "Checkpoint": "coordination.checkpoints",
+    "Coordinator": "coordination.contract",
+    "CoordinatorContext": "coordination.context",
+    "Crew": "session.crew",
+    "Evaluation": "coordination.evaluation",
+    "Gateway": "coordination.gateway",
+    "LatencySummary": "session.reports",
+    "ListenerReport": "session.reports",
+    "Operator": "coordination.operator",
+    "OperatorReport": "session.reports",
+    "PartitionReport": "partitions.report",
+    "Release": "partitions.report",
+    "TaskGateway": "worker.task_gateway",
+    "Topology": "session.topology",
+    "TopologyReport": "session.reports",
+    "configure": "session.builder",
+    "crew": "session.builder",
+    "current_job": "recovery",
+    "is_active": "session.builder",
+    "jar_path": "jar",
+    "read_committed": "operators",
+    "spark_conf": "jar",
 }
-#: Public modules. `stagecrew.<module>` imports the module when it is first used.
-_MODULES = ("operators", "recovery", "testing")
-
-
-def __getattr__(name: str) -> Any:
-    """Imports a name when it is first used, because some names need PySpark."""
-    if name in _MODULES:
-        return importlib.import_module(f"stagecrew.{name}")
-    if name not in _LAZY:
-        raise AttributeError(f"module 'stagecrew' has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name in ("pyspark", "py4j"):
-            raise ModuleNotFoundError(
-                f"stagecrew.{name} needs PySpark: `pip install 'stagecrew[spark]'`, or add the PySpark in SPARK_HOME "
-                "to PYTHONPATH",
-                name=error.name,
-            ) from error
-        raise
+__getattr__ = _lazy_names(__name__, _LAZY, modules=("operators", "recovery", "testing"))
 
 
 def __dir__() -> list[str]:

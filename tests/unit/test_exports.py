@@ -45,7 +45,7 @@ def test_every_name_that_can_be_imported_is_in_all():
         "print(json.dumps(sorted(set(public) | set(stagecrew._LAZY))))"
     )
     assert result.stderr == ""
-    allowed = {"Any", "TYPE_CHECKING", "annotations"}
+    allowed = {"TYPE_CHECKING", "annotations"}
     assert set(json.loads(result.stdout)) - allowed == set(stagecrew.__all__) - {"__version__"}
 
 
@@ -154,6 +154,15 @@ def test_without_pyspark_the_error_says_what_to_install(name, tmp_path):
     else:
         assert result.returncode == 1
         assert f"ModuleNotFoundError: stagecrew.{name} needs PySpark: `pip install 'stagecrew[spark]'`" in result.stderr
+
+
+def test_without_pyarrow_the_error_says_what_to_install(tmp_path):
+    """Without pyarrow, a name that needs it raises an error, which says what to install."""
+    (tmp_path / "pyarrow.py").write_text("raise ModuleNotFoundError('No module named pyarrow', name='pyarrow')")
+    result = run_python("import stagecrew.operators\nstagecrew.operators.Files", str(tmp_path))
+    assert result.returncode == 1
+    message = "ModuleNotFoundError: stagecrew.operators.Files needs pyarrow: `pip install 'stagecrew[spark]'`"
+    assert message in result.stderr
 
 
 def test_the_jar_has_the_version_of_the_package():

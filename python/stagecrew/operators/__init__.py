@@ -6,7 +6,9 @@ get from them. Sinks are in `stagecrew.operators.sinks`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stagecrew.lazy import lazy_names
 
 if TYPE_CHECKING:
     from stagecrew.operators.alignment import Aligner, Alignment
@@ -57,14 +59,7 @@ _LAZY = {
     "read_committed": "sinks",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Imports a name when it is first used, because most of them need pyarrow."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+__getattr__ = lazy_names(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from stagecrew.lazy import lazy_names
 from stagecrew.testing.resources import opened
 
 if TYPE_CHECKING:
@@ -13,14 +14,5 @@ if TYPE_CHECKING:
 __all__ = ["CoordinatorHarness", "ScriptedEvaluation", "opened"]
 
 
-def __getattr__(name: str) -> Any:
-    """Imports the other names on first use, because they need PySpark's cloudpickle, which `opened` does not need."""
-    if name == "CoordinatorHarness":
-        from stagecrew.testing.harness import CoordinatorHarness
-
-        return CoordinatorHarness
-    if name == "ScriptedEvaluation":
-        from stagecrew.testing.evaluation import ScriptedEvaluation
-
-        return ScriptedEvaluation
-    raise AttributeError(f"module 'stagecrew.testing' has no attribute {name!r}")
+#: `opened` does not need PySpark, but these names need its cloudpickle.
+__getattr__ = lazy_names(__name__, {"CoordinatorHarness": "harness", "ScriptedEvaluation": "evaluation"})

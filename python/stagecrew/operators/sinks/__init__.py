@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stagecrew.lazy import lazy_names
 
 if TYPE_CHECKING:
     from stagecrew.operators.sinks.database import DatabaseSink
@@ -20,14 +22,7 @@ _LAZY = {
     "read_committed": "objects",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Imports a name when it is first used, because each sink needs other packages."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+__getattr__ = lazy_names(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:
