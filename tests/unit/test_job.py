@@ -7,51 +7,31 @@ import json
 import threading
 from types import SimpleNamespace
 
-import pyarrow.fs
 import pytest
 
+from stagecrew.coordination.checkpoints import Checkpoint
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
 from stagecrew.coordination.program_path import Place, Uses
 from stagecrew.errors import ConfigurationError, JobError, PossiblyInconsistentError, StateCorrupt, StateStorageError
 from stagecrew.recovery import retry
 from stagecrew.recovery.jobs import coordinator_states
-from stagecrew.recovery.jobs.job import Job, current_job
+from stagecrew.recovery.jobs.job import current_job
 from stagecrew.recovery.jobs.progress import JobProgress
-from stagecrew.recovery.state.handles import StateHandleStore
 from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.session import builder
 from stagecrew.session.running_job import set_running_job
-from support.model_store import ModelServer
 from support.operator_fakes import DroppingWire, FakeTopology, TextCoordinator
-
-
-class StoredJob:
-    """The stored steps of one job. Each call of `run` returns the `Job` of a new run."""
-
-    def __init__(self):
-        self.store = ModelServer().session()
-        self.store.ensure("steps", "commits")
-        filesystem = pyarrow.fs._MockFileSystem()
-        filesystem.create_dir("states")
-        self.storage = StateStorage("states", filesystem)
-        self.steps = StateHandleStore(self.store, self.storage, "steps")
-        self.runs = 0
-
-    def run(self, retry_timeout=0.0, id_="job"):
-        self.runs += 1
-        return Job(id_, self.runs, self.steps, StateHandleStore(self.store, self.storage, "commits"), retry_timeout)
+from support.stored_job import StoredJob
 
 
 class FakeOperators:
     """The operators of a topology with one coordinator, whose state is a number."""
 
-    def __init__(self, name):
-        self.name, self.state = name, 0
+    def __init__(self, name, id_=None):
+        self.name, self.id, self.state = name, id_ or f"id of {name}", 0
 
     def checkpoint(self, id_, timeout):
-        from stagecrew.coordination.checkpoints import Checkpoint
-
         return Checkpoint(1, {"count/1": str(self.state).encode()})
 
     def reset(self, checkpoint):
@@ -326,12 +306,38 @@ def test_a_step_whose_topology_is_not_open_is_an_error(stored, operators):
         stored.run().step("a", lambda: 1)
 
 
-def test_two_open_topologies_with_one_name_are_refused(stored, operators):
-    """Two topologies with coordinators and the same name are refused, because a later run could not distinguish
-    them."""
-    operators.append(FakeOperators("load"))
-    with pytest.raises(JobError, match="two topologies named 'load'"):
-        stored.run().step("a", lambda: 1)
+def test_open_topologies_with_one_name_keep_their_own_states(stored, operators):
+    """A later run gives each of several open topologies of one name its own state, also if some have none."""
+
+    def open_all():
+        operators[:] = [FakeOperators("load"), FakeOperators("application"), FakeOperators("load")]
+        operators.append(FakeOperators("application", id_="application"))
+        operators[2].checkpoint = lambda id_, timeout: Checkpoint(1, {})
+
+    open_all()
+    stored.run().step("a", lambda: [setattr(one, "state", 10 + n) for n, one in enumerate(operators)])
+    open_all()
+    stored.run().step("a", lambda: None)
+    assert [one.state for one in operators] == [10, 11, 0, 13]
+
+
+def test_batches_of_another_query_are_refused(stored, operators, monkeypatch):
+    """A second query that passes the same name to `batch` is refused, in the same run and in a later one. A query whose
+    checkpoint location has changed has another id, so it is refused too."""
+    query = "one"
+    monkeypatch.setattr("stagecrew.recovery.jobs.job.current_query", lambda: query)
+    job = stored.run()
+    assert job.batch("load", 0, lambda: "rows of one") == "rows of one"
+    for run in (job, stored.run()):
+        for number in (0, 1):
+            query = "two"
+            with pytest.raises(JobError, match="belong to another streaming query"):
+                run.batch("load", number, lambda: "rows of two")
+        query = "one"
+    later = stored.run()
+    assert later.batch("load", 0, lambda: "not called") == "rows of one"
+    assert later.batch("load", 1, lambda: "more rows of one") == "more rows of one"
+    assert stored.steps.names() == ["load/batch-0", "load/batch-1"]
 
 
 def test_a_batch_runs_once(stored, operators):

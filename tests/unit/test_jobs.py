@@ -97,8 +97,8 @@ def test_invalid_record_bytes_are_unreadable(data):
 
 def test_a_record_of_a_newer_format_is_refused():
     """The error for a record of a newer format names that format."""
-    with pytest.raises(StoreUnsupported, match="format 2"):
-        JobRecord.from_bytes(SUBMITTED.to_bytes().replace(b'"format": 1', b'"format": 2'))
+    with pytest.raises(StoreUnsupported, match="format 3"):
+        JobRecord.from_bytes(SUBMITTED.to_bytes().replace(b'"format": 2', b'"format": 3'))
 
 
 def test_the_digest_depends_on_the_content_of_a_job(tmp_path):
@@ -234,6 +234,13 @@ def test_results_are_the_same_after_serialization():
     with pytest.raises(JobFailed, match=r"(?s)no such day.*test_results_are_the_same_after_serialization"):
         failed.value()
     assert Result.of_value(value for value in ()).state == "failed"
+
+    class UnreadableError(Exception):
+        def __str__(self):
+            raise AttributeError("no such attribute")
+
+    unreadable = Result.from_bytes(Result.of_error(UnreadableError()).to_bytes())
+    assert unreadable.reason == "UnreadableError: (its message cannot be read: __str__ raised AttributeError)"
     for data in (b"", b"{}", Result("failed").to_bytes()[:-3]):
         with pytest.raises(RecordUnreadable):
             Result.from_bytes(data)

@@ -309,16 +309,23 @@ def test_an_invalid_work_folder_or_spark_home_is_an_error(tmp_path, monkeypatch)
 
 def test_files_of_killed_runs_are_deleted(tmp_path, monkeypatch):
     """If a run was killed together with its driver, its files (but not its logs) are deleted when the job next runs in
-    the same work folder."""
-    monkeypatch.setattr(launcher_module, "found_spark_submit", lambda: "spark-submit")
+    the same work folder. Files of other jobs and of other stores stay.
+
+    Only the start of a run deletes files: a leader that was replaced while it prepared a run deletes nothing.
+    """
+    monkeypatch.setattr(launcher_module, "found_spark_submit", lambda: "true")
     launcher = Launcher("sqlite:///x", "/y", tmp_path)
     [first, other] = [launcher.prepare(JobSpec("a.py"), job) for job in ("job", "other")]
     (first.parent / "run-1.log").touch()
+    of_another_store = Launcher("sqlite:///z", "/y", tmp_path).prepare(JobSpec("a.py"), "job")
     again = launcher.prepare(JobSpec("a.py"), "job")
-    assert sorted(first.parent.iterdir()) == sorted([again, first.parent / "run-1.log"])
-    Launcher("sqlite:///z", "/y", tmp_path).prepare(JobSpec("a.py"), "job")  # this launcher has another store
-    assert again.exists()
+    assert first.exists()
+    process = launcher.start(again, Run("job", 2, 5), 2, finish=False)
+    process.wait(30)
+    logs = [first.parent / "run-1.log", first.parent / "run-2.log"]
+    assert sorted(first.parent.iterdir()) == sorted([again, of_another_store, *logs])
     assert other.exists()
+    process.kill()
 
 
 def test_infrastructure_errors_do_not_fail_the_job():

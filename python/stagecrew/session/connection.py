@@ -60,6 +60,14 @@ class PluginConnection:
         """How long a task waits for its coordinator, in seconds."""
         return parse_seconds(self._setting("spark.stagecrew.request.timeout"))
 
+    @property
+    def streaming_query_id(self) -> str | None:
+        """The id of the streaming query that called this thread, or None.
+
+        A query keeps its id when it starts again from the same checkpoint location.
+        """
+        return self.context.getLocalProperty(_QUERY_ID)
+
     def streaming_query(self) -> QueryCheck | None:
         """Returns a function that checks whether the streaming query that called this thread is still running.
 
@@ -68,7 +76,7 @@ class PluginConnection:
         JVM. The thread may live for a moment after `awaitTermination` has returned. The query may stay registered
         forever if stopping its sources failed.
         """
-        query = self.context.getLocalProperty(_QUERY_ID)
+        query = self.streaming_query_id
         if query is None:
             return None
         thread = self.context._jvm.java.lang.Thread.currentThread()  # type: ignore[union-attr]
@@ -112,9 +120,12 @@ class PluginConnection:
         """Stops the streaming queries of a topology. Does not wait."""
         self.facade.stopQueries(topology)
 
-    def activity(self, topology: str) -> dict[str, list[Any]]:
-        """The running jobs, SQL executions and streaming queries of a topology."""
-        found: dict[str, list[Any]] = json.loads(self.facade.activity(topology))
+    def activity(self, topology: str) -> dict[str, Any]:
+        """The running jobs, SQL executions and streaming queries of a topology and of those inside it.
+
+        `isComplete` is false if Spark has not reported the latest starts yet.
+        """
+        found: dict[str, Any] = json.loads(self.facade.activity(topology))
         return found
 
     def keep(self, topology: str, dataset: Any) -> None:

@@ -47,15 +47,10 @@ class Launcher:
         self._spark_submit = found_spark_submit()
 
     def prepare(self, spec: JobSpec, job: str) -> Path:
-        """Writes the files of a job into a new folder for `start`. Raises `JobError` if they cannot be written.
-
-        This deletes the folders that earlier runs have left, so it must not be called while another run is alive.
-        """
+        """Writes the files of a job into a new folder for `start`. Raises `JobError` if they cannot be written."""
         try:
             logs = self._work / quoted(job)
             logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for stale in logs.glob(f"{self._prefix}*/"):
-                shutil.rmtree(stale, ignore_errors=True)
             folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=logs))
         except OSError as error:
             raise self._cannot_write(job, error) from error
@@ -83,7 +78,14 @@ class Launcher:
         )
 
     def start(self, folder: Path, run: Run, term: int, finish: bool) -> RunProcess:
-        """Starts a run with the files in `folder`; if `finish`, a process that only finishes the decided commits."""
+        """Starts a run with the files in `folder`; if `finish`, a process that only finishes the decided commits.
+
+        Deletes the folders that earlier runs have left. So the store must have recorded this run: then no other run of
+        the job is alive, even if this leader was replaced while it prepared the folder.
+        """
+        for stale in folder.parent.glob(f"{self._prefix}*/"):
+            if stale != folder:
+                shutil.rmtree(stale, ignore_errors=True)
         arguments = [
             f"--job={run.job}", f"--folder={folder}", f"--run={run.number}", f"--claim={run.claim}", f"--term={term}",
         ]  # fmt: skip

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Final
 from stagecrew.coordination.checkpoints import Checkpoint
 from stagecrew.coordination.program_path import Place, current_place
 from stagecrew.errors import JobError
+from stagecrew.session.application import APPLICATION
 
 if TYPE_CHECKING:
     from stagecrew.coordination.operators import Operators
     from stagecrew.session.active_topologies import ActiveTopologies
 
-__all__ = ["CoordinatorStates", "current_path", "forget_uses", "path_key", "possible_query_paths"]
+__all__ = ["CoordinatorStates", "current_path", "current_query", "forget_uses", "path_key", "possible_query_paths"]
 
 #: How long the checkpoint of the coordinators of a topology may take, in seconds.
 _CHECKPOINT_TIMEOUT: Final = 30.0
@@ -42,33 +43,26 @@ class CoordinatorStates:
             del self._running[path_key(place)]
 
     def checkpoint(self, place: Place) -> dict[str, bytes]:
-        """Returns the states of the coordinators in all topologies around this thread, by topology name."""
-        key = path_key(place)
+        """Returns the states of the coordinators in all topologies around this thread, by the key of the topology."""
         found: dict[str, bytes] = {}
-        for operators in _open_operators():
+        for topology, operators in _by_key(_open_operators()).items():
             checkpoint = operators.checkpoint(None, _CHECKPOINT_TIMEOUT)
-            if not checkpoint.states:
-                continue
-            self._require_alone(place, operators)
-            if operators.name in found:
-                raise JobError(
-                    f"two topologies named {operators.name!r} with operators are open at the end of step {key!r}, so "
-                    "a later run could not assign their states: give them different names"
-                )
-            found[operators.name] = checkpoint.to_bytes()
+            if checkpoint.states:
+                self._require_alone(place, operators)
+                found[topology] = checkpoint.to_bytes()
         return found
 
     def restore(self, key: str, place: Place, checkpoints: dict[str, bytes]) -> None:
         """Restores the states that the coordinators around a step had at the end of the step."""
-        open_ = {operators.name: operators for operators in _open_operators()}
-        for name, data in checkpoints.items():
-            if name not in open_:
+        open_ = _by_key(_open_operators())
+        for topology, data in checkpoints.items():
+            if topology not in open_:
                 raise JobError(
-                    f"an earlier run executed step {key!r} inside topology {name!r}, which is not open here, because "
-                    "the program has changed: submit it as another job"
+                    f"an earlier run executed step {key!r} inside {topology}, which is not open here, because the "
+                    "program has changed: submit it as another job"
                 )
-            self._require_alone(place, open_[name])
-            open_[name].reset(Checkpoint.from_bytes(data))
+            self._require_alone(place, open_[topology])
+            open_[topology].reset(Checkpoint.from_bytes(data))
 
     def _require_alone(self, place: Place, operators: Operators) -> None:
         """Raises `JobError` if another step or another thread is using this topology at the same time."""
@@ -104,6 +98,14 @@ def current_path() -> Place | None:
     return current_place() if topologies is None else topologies.place
 
 
+def current_query() -> str | None:
+    """Returns the id of the streaming query that called this thread, or None. It is the same after a restart."""
+    from stagecrew.session.builder import running_crew
+
+    crew = running_crew()
+    return None if crew is None else crew.connection.streaming_query_id
+
+
 def possible_query_paths() -> list[Place | None]:
     """Returns the places where the batches of a query that was started here can run.
 
@@ -121,8 +123,25 @@ def forget_uses(place: Place) -> None:
         operators.forget(place)
 
 
+def _by_key(operators: list[Operators]) -> dict[str, Operators]:
+    """Returns the open operators, outermost first, by the key of their topology.
+
+    The topologies around a thread are inside each other, so those of one name are numbered from the outermost. The
+    number is the same in every run.
+    """
+    counts: dict[str, int] = {}
+    found: dict[str, Operators] = {}
+    for one in reversed(operators):
+        if one.id == APPLICATION:
+            found["the application"] = one
+            continue
+        counts[one.name] = number = counts.get(one.name, 0) + 1
+        found[f"topology {one.name!r}" + (f" (number {number})" if number > 1 else "")] = one
+    return found
+
+
 def _open_operators() -> list[Operators]:
-    """Returns the operators of the topologies around this thread, and those of the application."""
+    """Returns the operators of the topologies around this thread, innermost first, and those of the application."""
     from stagecrew.session.builder import running_crew
 
     crew = running_crew()

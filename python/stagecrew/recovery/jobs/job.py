@@ -15,6 +15,7 @@ from stagecrew.recovery.jobs.commit_log import StoredCommitLog, is_done
 from stagecrew.recovery.jobs.coordinator_states import (
     CoordinatorStates,
     current_path,
+    current_query,
     forget_uses,
     path_key,
     possible_query_paths,
@@ -101,6 +102,8 @@ class Job:
         self._used: set[tuple[str, str]] = set()
         #: For each stream, the batch after which its coordinators have their current states; None while a batch runs.
         self._positions: dict[str, int | None] = {}
+        #: For each stream, the id of the streaming query whose batches they are; None outside of streaming queries.
+        self._queries: dict[str, str | None] = {}
         #: For each stream whose first batch started in this run, the states of its coordinators before that batch.
         self._initial_states: dict[str, dict[str, bytes]] = {}
 
@@ -162,8 +165,8 @@ class Job:
             The result of `f`, from this run or from an earlier one.
 
         Raises:
-            JobError: Neither this batch nor the previous one is stored, but another one is, because the checkpoint
-                location of the query has changed. Also raised for the same reasons as by `step`.
+            JobError: The stored batches of this name belong to another streaming query: two queries have the same name,
+                or the checkpoint location of the query has changed. Also raised for the same reasons as by `step`.
             ConfigurationError: The name is empty or has a slash, or the id is not a non-negative integer.
             StateStorageError: The result could not be stored for ten minutes.
             StoreError: The store was unavailable for ten minutes.
@@ -176,16 +179,20 @@ class Job:
         parent = path_key(stream)
         place = Place(stream, "batch", str(batch_id))
         key = path_key(place)
-        with self._lock:  # a restarted query repeats its last batch
+        query = current_query()
+        with self._lock:
+            if self._queries.setdefault(parent, query) != query:
+                raise self._of_another_query(parent)
+            # A restarted query repeats its last batch.
             self._used = {used for used in self._used if not used[1].startswith(f"{key}/")}
-        if (stored := self._restore(key, place)) is not None:
+        if (stored := self._restore(key, place, parent)) is not None:
             self._positions[parent] = batch_id
             value: T = stored[0]
             return value
         stored_ids = self._stored_batches(parent)
         self._restore_position(parent, batch_id, place, stored_ids)
         self._positions[parent] = None
-        result = self._run(place, f)
+        result = self._run(place, f, query)
         self._positions[parent] = batch_id
         for old in stored_ids - {batch_id - 1}:
             self._remove_batch(f"{parent}/batch-{old}")
@@ -278,7 +285,14 @@ class Job:
                 )
             self._used.add((kind, key))
 
-    def _run(self, place: Place, f: Callable[[], T]) -> T:
+    def _of_another_query(self, stream: str) -> JobError:
+        return JobError(
+            f"the batches {stream!r} of job {self.id!r} belong to another streaming query. If two queries pass this "
+            "name to job.batch, give each its own. If the query has another checkpoint location than before, restore "
+            "the previous one, or submit the program as another job"
+        )
+
+    def _run(self, place: Place, f: Callable[[], T], query: str | None = None) -> T:
         """Runs a step or a batch and stores its result. Other steps see it as running until the result is stored."""
         key = path_key(place)
         forget_uses(place)
@@ -292,19 +306,19 @@ class Job:
             finally:
                 place.ended = True
                 PLACE.reset(token)
-            self._store(place, result)
+            self._store(place, result, query)
             state = "finished"
         finally:
             self._states.end(place)
             self._progress.record_step(key, state)
         return result
 
-    def _store(self, place: Place, value: Any) -> None:
+    def _store(self, place: Place, value: Any, query: str | None) -> None:
         from pyspark import cloudpickle
 
         key = path_key(place)
         try:
-            data = bytes(cloudpickle.dumps((value, self._states.checkpoint(place))))  # type: ignore[no-untyped-call]
+            data = bytes(cloudpickle.dumps((value, self._states.checkpoint(place), query)))  # type: ignore[no-untyped-call]
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise JobError(
                 f"the result of step {key!r} of job {self.id!r} cannot be pickled ({error}): return a simpler value"
@@ -313,13 +327,18 @@ class Job:
         description = f"step {key!r} of job {self.id!r} is done and waits for its result to be stored"
         retry_until(lambda: self._steps.add(key, state), description, self._retry_timeout)
 
-    def _restore(self, key: str, place: Place) -> tuple[Any] | None:
-        """Restores a step of an earlier run: returns its result, and gives the coordinators their states."""
+    def _restore(self, key: str, place: Place, stream: str | None = None) -> tuple[Any] | None:
+        """Restores a step of an earlier run: returns its result, and gives the coordinators their states.
+
+        Raises `JobError` for a batch of this stream that belongs to another streaming query.
+        """
         try:
             stored = self._read(lambda: self._steps.get(key))
         except HandleMissing:
             return None
-        value, checkpoints = pickle.loads(stored.data)
+        value, checkpoints, query = pickle.loads(stored.data)
+        if stream is not None and query != self._queries[stream]:
+            raise self._of_another_query(stream)
         self._states.restore(key, place, checkpoints)
         self._progress.record_step(key, "found")
         _log.info("step %r of job %r was finished by an earlier run and is skipped", key, self.id)
@@ -331,7 +350,7 @@ class Job:
         """Gives the coordinators the states that they had before this batch."""
         if batch_id - 1 in stored_ids:
             if self._positions.get(parent) != batch_id - 1:
-                self._restore(f"{parent}/batch-{batch_id - 1}", place)
+                self._restore(f"{parent}/batch-{batch_id - 1}", place, parent)
         elif stored_ids:
             raise JobError(
                 f"batch {batch_id} of {parent!r} does not follow the last stored batch, {max(stored_ids)}: restore the "

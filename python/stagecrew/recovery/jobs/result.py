@@ -78,7 +78,11 @@ class Result:
             A result with the state `failed`, and with the error's message and traceback.
         """
         text = "".join(traceback.format_exception(error))
-        return cls("failed", f"{prefix}{type(error).__name__}: {error}"[:_MAX_REASON], text[-_MAX_TEXT:])
+        try:
+            message = str(error)
+        except Exception as unreadable:
+            message = f"(its message cannot be read: __str__ raised {type(unreadable).__name__})"
+        return cls("failed", f"{prefix}{type(error).__name__}: {message}"[:_MAX_REASON], text[-_MAX_TEXT:])
 
     def value(self) -> Any:
         """Returns what the job returned, by unpickling it. Use it only if you trust the job's code.
