@@ -296,6 +296,24 @@ def test_a_lost_executor_fails_only_its_evaluations(world):
     assert world.take_calls() == [("ready", 1), ("ready", 2), ("failed", 1, "executor 1 is lost")]
 
 
+def test_an_evaluation_of_a_lost_executor_never_begins(world):
+    """A READY that arrives after the loss of its executor does not reach the coordinator: nothing would end it."""
+    world.host.lost("1", "executor 1 is lost")
+    world.ready(1)
+    world.ready(2, executor="2")
+    assert world.take_calls() == [("ready", 2)]
+    (abort,) = world.wire.take("ABORT")
+    assert (abort["evaluation"], abort["reason"]) == (1, "executor 1 is lost")
+
+
+def test_the_reason_of_an_abort_can_be_any_text(world):
+    """A reason with a lone surrogate, such as the name of an undecodable file, is sent with a replacement."""
+    world.ready(1)
+    world.host._liveness.fail(1, "no file \udcff")
+    (abort,) = world.wire.take("ABORT")
+    assert abort["reason"] == "no file ?"
+
+
 def test_events_to_a_task_are_numbered_and_acknowledged(world):
     """Events to a task are numbered. An event's future completes when all events up to this one are in the mailbox."""
     world.ready(1)

@@ -31,12 +31,15 @@ class FakeHost:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.deadline: float | None = None
 
-    def due(self) -> None:
-        """No acknowledgement is awaited."""
+    def due(self) -> float | None:
+        """The deadline of an acknowledgement; None if none is awaited."""
+        return self.deadline
 
     def expire(self) -> None:
-        """Does nothing."""
+        if self.deadline is not None:
+            self.calls.append(("expire",))
 
     def statistics(self) -> None:
         """There are none."""
@@ -132,6 +135,26 @@ def test_frames_of_an_executor_on_this_host_bypass_the_jvm(world: World) -> None
     world.channel.send("1", REPLY)
     world.channel.flush()
     assert "TO" in [frame.kind for frame in drain(world.jvm, 1)]
+
+
+def test_acknowledgements_expire_while_frames_arrive(world: World) -> None:
+    """A missed acknowledgement is noticed although there are always frames to read."""
+    frames = encode("FROM", executor="1", frames=REQUEST) * 1000
+    stops = threading.Event()
+
+    def send_always() -> None:
+        while not stops.is_set():
+            world.jvm.accepted[-1].sendall(frames)
+
+    thread = threading.Thread(target=send_always)
+    thread.start()
+    try:
+        eventually(lambda: world.host.named("received"))
+        world.host.deadline = time.monotonic() + 0.1
+        eventually(lambda: world.host.named("expire"), 20)
+    finally:
+        stops.set()
+        thread.join(10)
 
 
 @pytest.mark.parametrize("problem", ["another executor", "no file", "no place"])

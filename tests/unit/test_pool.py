@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
@@ -183,6 +184,17 @@ def test_timers_run_in_order_unless_cancelled(timers):
     timers.later(0.08, lambda: called.append("cancelled")).cancel()
     assert done.wait(10)
     assert called == [0.02, 0.06, 0.1]
+
+
+def test_a_timer_that_is_never_due_does_not_stop_others(timers):
+    """A timer of an infinite time, or of a year, is not called, and a later timer is."""
+    called, done = [], threading.Event()
+    for seconds in (math.inf, 3e7):
+        timers.later(seconds, lambda: called.append("never"))
+    time.sleep(0.05)  # the thread of the timers waits for one of them
+    timers.later(0.01, done.set)
+    assert done.wait(10)
+    assert called == []
 
 
 def test_async_calls_are_bounded_and_dropped_at_close(timers):

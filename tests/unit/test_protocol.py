@@ -237,7 +237,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.ended is None and not self.finished)
     @rule(reason=st.sampled_from(["its executor is lost", "its attempt is killed", "its coordinator is reset"]))
     def evaluation_ends(self, reason):
-        if self.serving.gateway is not None or "killed" in reason:  # otherwise the evaluation has not arrived yet
+        if self.serving.gateway is not None or "reset" not in reason:  # an evaluation that arrives after a reset begins
             self.ended = reason
         if "lost" in reason:
             self.host.lost("1", reason)

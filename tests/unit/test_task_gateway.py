@@ -190,6 +190,12 @@ def test_a_failed_evaluation_waits_until_the_driver_has_its_last_events(gateway,
     assert connection.next_frame is None
 
 
+def test_the_reason_of_a_failure_can_be_any_text(gateway, connection):
+    """A failure whose message has a lone surrogate is reported, and does not replace the user's exception."""
+    gateway._finish("failed", "ValueError: no file \udcff")
+    assert connection.frames[-1] == "FINISH"
+
+
 @pytest.mark.parametrize("reply", [None, Frame("ABORT", {"reason": "Spark has killed its attempt"})])
 def test_a_failed_evaluation_waits_for_a_short_time_only(gateway, connection, reply):
     """If the driver does not acknowledge the failure, or the attempt was killed, the failure is raised nevertheless."""

@@ -43,6 +43,8 @@ _BUSY_WAIT: Final = 0.005
 _IDLE_WAIT: Final = 0.1
 #: The time between two reports of statistics, in seconds.
 _STATISTICS_PERIOD: Final = 1.0
+#: How long a missed acknowledgement is awaited while there are always frames to read, in seconds.
+_EXPIRY_GRACE: Final = 1.0
 
 
 class DriverChannel:
@@ -203,8 +205,9 @@ class DriverChannel:
                     self._directs.shutdown()
                     self.host.broken(f"the connection from coordinators to executors broke: {error}")
                 return
-        elif not ready:
+        elif not ready or (due is not None and time.monotonic() > due + _EXPIRY_GRACE):
             # Check deadlines after reading, because an acknowledgement may have arrived while no thread was reading.
+            # Under constant traffic there is always something to read.
             self.host.expire()
         self.flush()
 

@@ -130,8 +130,8 @@ class DirectConnections:
             self._reconnects[direct.executor] = TIMERS.later(_RECONNECT_PAUSE, connect)
 
     def _drop(self, direct: DirectConnection, reason: str) -> None:
-        self._poller.unregister(direct.fileno())
-        with self._sending:
+        with self._sending:  # a write may change the events for which the descriptor is polled
+            self._poller.unregister(direct.fileno())
             del self._open[direct.fileno()]
             direct.close()
         self._reader.lost_route(direct, reason)

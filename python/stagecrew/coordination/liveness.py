@@ -16,6 +16,7 @@ from stagecrew.coordination.live import LiveEvaluation
 from stagecrew.coordination.route import Route
 from stagecrew.coordination.threads import Owner
 from stagecrew.coordination.transport import Transport
+from stagecrew.observability.error_summary import without_surrogates
 from stagecrew.wire.frames import Frame, encode
 
 __all__ = ["Liveness"]
@@ -23,6 +24,8 @@ __all__ = ["Liveness"]
 #: How many removed bindings and how many ended evaluations are remembered.
 _MAX_REMOVED: Final = 256
 _MAX_ENDED: Final = 4096
+#: How many lost executors are remembered.
+_MAX_LOST: Final = 4096
 
 
 class Liveness:
@@ -42,6 +45,8 @@ class Liveness:
         #: For the bindings that were removed last, why they are no longer served.
         self._removed: Bounded[str, str] = Bounded(_MAX_REMOVED)
         self._ended: Bounded[int, None] = Bounded(_MAX_ENDED)
+        #: By executor: why it was lost. Spark never uses the id of an executor twice.
+        self._lost: Bounded[str, str] = Bounded(_MAX_LOST)
 
     @property
     def is_busy(self) -> bool:
@@ -68,11 +73,15 @@ class Liveness:
         with self._lock:
             if frame["evaluation"] in self._live or frame["evaluation"] in self._ended:
                 return  # a duplicate, or a frame that arrived after the evaluation's end
+            # The news of the loss takes another way, so it may arrive before the frames of the executor.
+            reason = self._lost.get(executor)
             binding = self.bindings.get(frame["binding"])
-            if binding is not None:
+            if binding is None:
+                reason = self._removed.get(frame["binding"], "its topology has ended")
+            elif reason is None:
                 self._begin(binding, _evaluation(binding.operator, executor, frame), route)
-        if binding is None:
-            self.abort(route, frame["evaluation"], self._removed.get(frame["binding"], "its topology has ended"))
+        if reason is not None:
+            self.abort(route, frame["evaluation"], reason)
 
     def _begin(self, binding: Binding, evaluation: Evaluation, route: Route) -> None:
         gateway = Gateway(evaluation, self._limit, self._ack_deadline, self._transport.dirty, route)
@@ -123,6 +132,7 @@ class Liveness:
     def end_executor(self, executor: str, reason: str) -> None:
         """Handles the loss of an executor: all evaluations on it have failed."""
         with self._lock:
+            self._lost[executor] = reason
             lost = [live.evaluation.id for _, live in self._live.values() if live.evaluation.executor == executor]
         for id_ in lost:
             self.end(id_, "failed", reason)
@@ -136,7 +146,7 @@ class Liveness:
 
     def abort(self, route: Route, id_: int, reason: str) -> None:
         """Tells the executor to fail the attempt of an evaluation."""
-        self._transport.send(route, encode("ABORT", evaluation=id_, reason=reason))
+        self._transport.send(route, encode("ABORT", evaluation=id_, reason=without_surrogates(reason)))
 
     # -- Bindings
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from stagecrew.wire.channel import LONGEST_WAIT
+
 __all__ = ["ASYNC_CALLS", "COORDINATORS", "TIMERS", "Pool", "Reader", "Timer", "Timers"]
 
 _log = logging.getLogger("stagecrew")
@@ -63,7 +65,7 @@ class Timers:
                     self._is_running = False
                     return
                 if self._due[0][2].f is not None and (pause := self._due[0][0] - self._clock()) > 0:
-                    self._changed.wait(pause)
+                    self._changed.wait(min(pause, LONGEST_WAIT))
                     continue
                 _, _, timer = heapq.heappop(self._due)
             f, timer.f = timer.f, None

@@ -10,7 +10,9 @@ import types
 from collections.abc import Iterator
 from typing import Final
 
-__all__ = ["error_line", "format_message_first", "remove_own_frames", "shorten_error", "with_causes"]
+__all__ = [
+    "error_line", "format_message_first", "remove_own_frames", "shorten_error", "with_causes", "without_surrogates",
+]  # fmt: skip
 
 _OWN: Final = __file__.rpartition("/observability/")[0] + "/"
 #: Part of the package, but treated as user code.
@@ -25,6 +27,11 @@ _FRAME: Final = re.compile(r'( *\| )?( +)File ".*", line \d')
 _CUT: Final = "\u2026"
 #: The number of frames to inspect, from the end. A message may contain any number of lines that look like frames.
 _MAX_FRAMES: Final = 200
+
+
+def without_surrogates(text: str) -> str:
+    """Replaces lone surrogates, such as those in the name of an undecodable file: no frame can contain them."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def error_line(text: str) -> str:

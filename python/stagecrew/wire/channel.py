@@ -22,13 +22,15 @@ from stagecrew.wire.frames import Decoder, Field, Frame, encode
 from stagecrew.wire.handshake import Handshake
 from stagecrew.wire.place import Place
 
-__all__ = ["Channel"]
+__all__ = ["LONGEST_WAIT", "Channel"]
 
 #: The number of buffers that every operating system accepts in one `writev`.
 _MAX_BUFFERS: Final = 512
 #: The pauses between two attempts to connect, in seconds: the first one, and the longest. Each is twice the one before.
 _FIRST_PAUSE: Final = 0.01
 _LONGEST_PAUSE: Final = 0.5
+#: The longest single wait in seconds: neither `poll` nor `threading` accepts any number. Longer waits are repeated.
+LONGEST_WAIT: Final = 86_400.0
 
 
 class Channel:
@@ -134,7 +136,10 @@ class Channel:
         return []
 
     def receive(self, seconds: float | None = 0.0) -> list[Frame]:
-        """Waits this long for a frame, and returns the frames that have arrived. Raises `ChannelClosed`."""
+        """Waits this long for a frame, and returns the frames that have arrived. Raises `ChannelClosed`.
+
+        Waits at most a day.
+        """
         self._read(0.0 if self._arrived else seconds)
         frames, self._arrived = list(self._arrived), collections.deque()
         return frames
@@ -181,7 +186,7 @@ class Channel:
         if seconds != 0:
             poller = select.poll()  # a new one each time, because a signal handler may read while the main code waits
             poller.register(self._socket, select.POLLIN)
-            if not poller.poll(None if seconds is None else max(0, int(seconds * 1000))):
+            if not poller.poll(None if seconds is None else max(0, int(min(seconds, LONGEST_WAIT) * 1000))):
                 return False
         try:
             size = os.readv(self._socket.fileno(), [self._decoder.room()])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
 from stagecrew.errors import ChannelClosed, ChannelError, EvaluationEnded
-from stagecrew.wire.channel import Channel
+from stagecrew.wire.channel import LONGEST_WAIT, Channel
 from stagecrew.wire.frames import Frame
 from stagecrew.worker import fork_safety
 
@@ -63,12 +63,16 @@ class Connection:
 
     def send(self, frames: bytes) -> None:
         """Sends frames. Raises `EvaluationEnded` if the executor is gone."""
-        try:
-            with self._sending:
+        with self._sending:
+            if self.broken is not None:
+                raise EvaluationEnded(self.broken)
+            try:
                 self._channel.write(frames)
-        except ChannelClosed as error:
-            self.broken = f"the connection to the executor broke: {error}"
-            raise EvaluationEnded(self.broken) from error
+            except ChannelClosed as error:
+                # The connection may have broken within a frame, so nothing more is sent. The reader also sees the end.
+                self.broken = f"the connection to the executor broke: {error}"
+                self._channel.shutdown()
+                raise EvaluationEnded(self.broken) from error
 
     def wait(self, check: Callable[[], T | None], seconds: float | None) -> T | None:
         """Waits until `check` returns a value, and returns this value. Returns None after the timeout."""
@@ -83,7 +87,7 @@ class Connection:
                 if self.broken is not None:
                     raise EvaluationEnded(self.broken)
                 if self._reading:
-                    self.changed.wait(left)
+                    self.changed.wait(None if left is None else min(left, LONGEST_WAIT))
                     continue
                 self._reading = True
             frames: list[Frame] = []

@@ -19,7 +19,7 @@ from typing import Any
 
 from stagecrew.errors import ChannelError, HookTimeout
 from stagecrew.listeners.listener import Listener, ListenerContext, Scope
-from stagecrew.observability.error_summary import error_line, remove_own_frames, shorten_error
+from stagecrew.observability.error_summary import error_line, remove_own_frames, shorten_error, without_surrogates
 from stagecrew.wire.channel import Channel
 from stagecrew.worker import fork_safety
 from stagecrew.worker.lifecycle import Described, Leave, Registered
@@ -166,7 +166,7 @@ class CalledHooks:
         if error is not None:
             remove_own_frames(error)
         text = "" if error is None else "".join(traceback.format_exception(error))
-        text = shorten_error(text, ERROR_LENGTH).encode("utf-8", "replace").decode("utf-8")
+        text = without_surrogates(shorten_error(text, ERROR_LENGTH))
         self._tell(
             "HOOK_DONE",
             topology=topology.id,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from stagecrew.errors import CoordinationTimeout, EvaluationEnded, RequestFailed
+from stagecrew.observability.error_summary import without_surrogates
 from stagecrew.wire import hops
 from stagecrew.wire.frames import encode
 from stagecrew.wire.serialization import END, WINDOW, WINDOW_BYTES, pack, raised, unpack
@@ -234,6 +235,7 @@ class TaskGateway:
             self._is_finished = True
             sequence = self._sequence + 1
             self._awaited.add(sequence)
+            reason = without_surrogates(reason)  # the message of a user's exception may have any text
             frame = encode("FINISH", evaluation=self.id, sequence=sequence, outcome=outcome, reason=reason)
             try:
                 self._flush(frame)

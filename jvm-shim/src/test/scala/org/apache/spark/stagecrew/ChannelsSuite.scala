@@ -32,6 +32,7 @@ class ChannelsSuite extends AnyFunSuite {
       frames.add(frame.kind)
       if (frame.kind == "BEGIN") link.send("CLOSED", frame.long("attempt").toString)
       if (frame.kind == "GOODBYE") throw new FrameException("the handler refuses it")
+      if (frame.kind == "DESCRIBE") throw new StackOverflowError("on purpose") // fatal, as an OutOfMemoryError
     }
     override def disconnected(link: Link): Unit = { ends.incrementAndGet(); () }
   }
@@ -323,6 +324,13 @@ class ChannelsSuite extends AnyFunSuite {
       def threads = Thread.getAllStackTraces.keySet.asScala.map(_.getName).filter(_.startsWith("stagecrew-"))
       eventually(assert(threads.isEmpty))
     }
+  }
+
+  onEach("after a fatal error the connection is closed, and others are served") { server =>
+    val (before, broken) = (server.known(), server.known())
+    broken.send(Frames.encode("DESCRIBE", "t"))
+    assert(broken.refused())
+    server.stillServes(before)
   }
 
   onEach("frames are handled in order") { server =>

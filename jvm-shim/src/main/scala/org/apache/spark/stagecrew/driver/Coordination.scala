@@ -41,7 +41,11 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
         peers.put(executor, peer)
         near.put(executor, message)
       }
-      Option(python.get).foreach(_.write(message))
+      Option(python.get) match {
+        case Some(link) => link.write(message)
+        case None if from.isEmpty => notConnected(Frames.decodeMessage(message).text("executor"))
+        case None => ()
+      }
       if (from.isEmpty) Hops.allPassed("driver-written", Frames.decodeMessage(message).bytes("frames"))
     }
   })
@@ -73,9 +77,12 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
   }
 
   /** Notifies the executors, so that their tasks stop waiting for coordinators. A second call does nothing. */
-  override def disconnected(link: Link): Unit = if (python.compareAndSet(link, null)) {
-    peers.values.forEach(_.send(Frames.encode("LOST", "driver", "the driver lost its connection to the coordinators")))
-  }
+  override def disconnected(link: Link): Unit =
+    if (python.compareAndSet(link, null)) peers.keySet.forEach(notConnected(_))
+
+  /** Ends the evaluations of an executor. It may have sent their first frames after the connection ended. */
+  private def notConnected(executor: String): Unit = Option(peers.get(executor)).foreach(
+    _.send(Frames.encode("LOST", "driver", "the driver lost its connection to the coordinators")))
 
   def close(): Unit = synchronized {
     Log.contained("stopping the endpoint of the coordination")(Rpc.stopEndpoint(endpoint))

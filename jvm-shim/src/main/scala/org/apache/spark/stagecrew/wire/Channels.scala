@@ -93,7 +93,7 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
     }
   }
 
-  private def serve(number: Long, connection: LinkChannel): Unit = {
+  private def serve(number: Long, connection: LinkChannel): Unit = try {
     val accepted = try handshake(number, connection) catch {
       case _: EOFException => None // the client closed the connection
       case NonFatal(error) =>
@@ -111,6 +111,7 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
         case NonFatal(error) => Log.log.warn(s"closed the connection to $link: ${error.getMessage}")
       } finally Log.contained(s"handling the end of $link")(handler.disconnected(link))
     }
+  } finally { // also after a fatal error: otherwise the process at the other end would wait for replies
     connections.remove(connection)
     Log.contained("closing a connection")(connection.release())
   }

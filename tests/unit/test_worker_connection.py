@@ -1,0 +1,77 @@
+"""A worker's connection for evaluations, when the executor stalls, and with waits of any length."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stagecrew.errors import EvaluationEnded
+from stagecrew.wire.channel import Channel
+from stagecrew.wire.frames import encode
+from stagecrew.worker import connection as connection_module
+from stagecrew.worker.connection import Connection
+from support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A connection whose writes time out after 0.2 s, the executor's end, and the frames of evaluation 1."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, 1 << 20, 0.2)
+    monkeypatch.setattr(connection_module.Channel, "connect", lambda place, role: channel)
+    connection, frames = Connection("place"), []
+    connection.add(SimpleNamespace(id=1, _handle=frames.append))
+    yield SimpleNamespace(connection=connection, executor=theirs, frames=frames)
+    ours.close()
+    theirs.close()
+
+
+def test_nothing_is_sent_after_a_write_that_broke(made: Any) -> None:
+    """After a write that timed out within a frame, later writes fail. Otherwise their bytes would end the frame."""
+    woken: list[str] = []
+
+    def wait() -> None:
+        try:
+            made.connection.wait(lambda: None, None)
+        except EvaluationEnded as error:
+            woken.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    eventually(lambda: made.connection._reading)
+    for frames in (b"x" * (8 << 20), b"next"):
+        with pytest.raises(EvaluationEnded, match="the connection to the executor broke"):
+            made.connection.send(frames)
+    thread.join(10)
+    assert woken
+    received = b""
+    while data := made.executor.recv(1 << 20):
+        received += data
+    assert set(received) == {ord("x")}
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 3e9, None])
+def test_a_wait_can_have_any_length(made: Any, seconds: float | None) -> None:
+    """A wait without a limit, or of a century, ends when a frame arrives. This holds for the thread that reads, and for
+    a thread that waits for it."""
+    results: list[Any] = []
+
+    def wait() -> None:
+        results.append(made.connection.wait(lambda: made.frames or None, seconds))
+
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: made.connection._reading)
+    made.executor.sendall(encode("ABORT", evaluation=1, reason="r"))
+    for thread in threads:
+        thread.join(10)
+    assert len(results) == 2
