@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from pyspark import cloudpickle
+from pyspark import TaskContext, cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
@@ -92,6 +92,23 @@ def test_each_query_is_a_separate_execution(spark, application):
     for _ in range(2):
         spark.range(0, 10, 1, 2).mapInArrow(lambda batches: batches, "id long").collect()
     assert len(topology_ids(open_and_close_events(journal, before, 2))) == 2
+
+
+def test_tasks_of_a_local_iterator_have_the_listeners(spark, application):
+    """`DataFrame.toLocalIterator` runs its jobs after the end of its SQL execution. Their tasks have the listeners."""
+    path, before = application[0].path, len(application[0].read(listener="execution"))
+
+    def work(batches):
+        Journal(path).write(event="body", name="iterator", attempt=TaskContext.get().taskAttemptId())
+        yield from batches
+
+    assert len(list(spark.range(0, 6, 1, 3).mapInArrow(work, "id long").toLocalIterator())) == 6
+    open_and_close_events(application[0], before)
+    bodies = application[0].read(event="body", name="iterator")
+    assert len(bodies) == 3
+    for body in bodies:
+        entered = [e["listener"] for e in application[0].read(event="enter", attempt=body["attempt"])]
+        assert entered == ["application", "execution"]
 
 
 def test_each_rdd_job_is_an_execution(spark, application):

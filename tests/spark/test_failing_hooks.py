@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,9 +16,9 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from support.journal import Recorder, recording_body
+from support.journal import Journal, Recorder, recording_body
 from support.processes import kill
-from support.sessions import LOCAL, LOCAL_CLUSTER, PACKAGE_IN_JAR, STANDALONE, Sessions, master_with_free_cores
+from support.sessions import LOCAL, LOCAL_CLUSTER, PACKAGE_IN_JAR, STANDALONE, Sessions, master_with_free_cores, slots
 from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -275,6 +277,49 @@ def test_a_failing_open_in_the_jvm_cancels_the_job(spark, crew, jvm_journal):
     assert len(jvm_journal.read(event="close")) == attempts
     assert not jvm_journal.read(event="enter")
     assert time.time() - started < 30
+
+
+@stagecrew.resource(scope=stagecrew.Scope.EXECUTOR, name="fragile")
+def fragile(context: stagecrew.ListenerContext, path: str, folder: str):
+    """Records its process. Its first open on each executor after the agents are lost fails."""
+    if os.path.exists(f"{folder}/lost") and not os.path.exists(failed := f"{folder}/failed-{context.executor}"):
+        Path(failed).touch()
+        raise ConnectionError("the port is still in use")
+    Journal(path).write(event="open", listener="fragile", value=os.getpid())
+    yield os.getpid()
+
+
+def test_a_failed_reopen_in_the_agent_closes_no_jvm_listener(spark, crew, master, jvm_journal, journal, tmp_path):
+    """If a listener of a lost agent cannot be opened again, JVM listeners stay open, because running tasks use them."""
+    task_slots, folder = slots(master), str(tmp_path)
+    one, log = fragile(journal.path, folder), Journal(journal.path)
+
+    def run(rows):
+        one.get()
+        log.write(event="body")
+        eventually(lambda: os.path.exists(f"{folder}/end"), 60, "the agents are lost, and an open has failed")
+        yield 1
+
+    collected: list[int] = []
+    with crew.topology("t", listeners=[one], jvm_listeners=["Noting"]) as topology:
+        job = spark.sparkContext.parallelize(range(task_slots), task_slots).mapPartitions(run)
+        thread = threading.Thread(target=topology.wrap(lambda: collected.extend(job.collect())))
+        thread.start()
+        eventually(lambda: len(journal.read(event="body")) == task_slots, 60, "every slot is in use")
+        agents = {e["value"] for e in journal.read(event="open")}
+        Path(folder, "lost").touch()
+        for pid in agents:
+            kill(pid)
+        eventually(lambda: topology.report.lost == len(agents), what="the loss is reported")
+        Path(folder, "end").touch()
+        thread.join(60)
+        assert len(collected) == task_slots
+        later = spark.sparkContext.parallelize(range(task_slots), task_slots).map(lambda _: one.get()).collect()
+        assert list(tmp_path.glob("failed-*"))
+        assert not jvm_journal.read(event="close")
+    assert not set(later) & agents
+    opens = jvm_journal.read(event="open")
+    assert len(opens) == len({e["executor"] for e in opens}) == len(jvm_journal.read(event="close"))
 
 
 def test_a_failing_open_in_the_agent_cancels_the_job(spark, crew, journal):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from support.journal import Journal, Recorder, recording_body, rendezvous
+from support.journal import Journal, Recorder, executor_wide, recording_body, rendezvous
 from support.processes import kill
 from support.sessions import slots
 from support.waiting import eventually
@@ -288,6 +289,36 @@ def test_a_busy_worker_closes_right_after_its_task(spark, crew, master, journal,
         lambda: short.report.closes == len(opened) and not short.report.deferred,
         what="the report includes the late closes",
     )
+
+
+def test_a_busy_worker_with_nothing_to_close_does_not_delay_the_exit(spark, crew, master, journal, tmp_path):
+    """An exit does not wait for the tasks of workers that have run its tasks, but have opened no listener.
+
+    The agent has the topology's only listener, and closes it. The workers run tasks without listeners.
+    """
+    sc, task_slots, end = spark.sparkContext, slots(master), tmp_path / "end"
+    long = rendezvous(journal.path, "long", task_slots, str(end))
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            with crew.topology("short", listeners=[executor_wide(journal.path)]) as short:
+                short_tasks = rendezvous(journal.path, "short", task_slots)
+                sc.parallelize(range(task_slots), task_slots).mapPartitions(short_tasks).collect()
+                running = pool.submit(
+                    lambda: sc.parallelize(range(task_slots), task_slots).mapPartitions(long).collect()
+                )
+                eventually(
+                    lambda: len(journal.read(event="body", name="long")) == task_slots, 60, "every slot is in use"
+                )
+                exit_started = time.time()
+            assert time.time() - exit_started < 2.5
+            assert short.report.unclosed == ()
+            assert short.report.closes == short.report.opens > 0
+            assert not running.done()
+        finally:
+            end.touch()
+        running.result(120)
+    pids = [{e["pid"] for e in journal.read(event="body", name=name)} for name in ("short", "long")]
+    assert pids[0] & pids[1], "no worker ran tasks of both jobs"
 
 
 def test_listeners_close_after_a_failed_task(spark, crew, journal):

@@ -241,7 +241,7 @@ class Facade:
 
     def __getattr__(self, name):
         report = '{"topologies": []}'
-        responses = {"closeTimeoutMs": 1000, "activity": "{}", "report": report, "end": report}
+        responses = {"closeTimeoutMs": 1000, "activity": '{"isComplete": true}', "report": report, "end": report}
         return lambda *_: responses.get(name)
 
 

@@ -376,6 +376,22 @@ def test_a_task_without_listeners_in_a_process_without_any(executor):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_task_without_listeners_in_a_process_whose_topologies_have_nothing_to_close(executor):
+    """The executor learns that the worker is busy, also if the agent has all listeners of the worker's topologies."""
+    executor.send(
+        encode("TOPOLOGY", topology="a", body='{"name": "a", "listeners": []}', blobs=[], opened="", values=[])
+    )
+    executor.worker.begin(TASK, ["a"], executor.output)
+    executor.worker.end(None)
+    assert executor.receive("END")["attempt"] == TASK.taskAttemptId()
+    before = signal.getsignal(signal.SIGTERM)
+    executor.worker.begin_without_listeners(executor.output)
+    assert executor.receive("BEGIN")["attempt"] == worker_process.UNBOOKED
+    executor.worker.end(None)
+    assert executor.receive("END")["attempt"] == worker_process.UNBOOKED
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_kill_during_the_close_after_a_failed_open(executor, monkeypatch):
     """A kill does not interrupt the close after a failed open. It is raised after the close, and the task does not
     continue."""

@@ -65,7 +65,7 @@ class FakeDriver:
         self.parents: dict[str, str | None] = {}
         self.ended: list[str] = []
         self.calls: list[tuple[str, str]] = []
-        self.activities: list[dict[str, list[Any]]] = []
+        self.activities: list[dict[str, Any]] = []
         self.report = lambda _: '{"topologies": []}'
 
     def closeTimeoutMs(self) -> int:
@@ -84,7 +84,7 @@ class FakeDriver:
         self.calls.append(("stop", topology))
 
     def activity(self, _topology: str) -> str:
-        idle: dict[str, list[Any]] = {"jobs": [], "executions": [], "queries": []}
+        idle: dict[str, Any] = {"jobs": [], "executions": [], "queries": [], "isComplete": True}
         return json.dumps({**idle, **(self.activities.pop(0) if self.activities else {})})
 
     def end(self, topology: str, milliseconds: int, wait_milliseconds: int) -> str:
@@ -371,9 +371,8 @@ def test_close_all_is_bounded(crew, monkeypatch):
     cancelled."""
     crew.connection.close_timeout = 0.05
     one, two = topology(crew, "one").start(), topology(crew, "two").start()
-    monkeypatch.setattr(
-        crew.connection.facade, "activity", lambda _: json.dumps({"jobs": [1], "executions": [], "queries": []})
-    )
+    activity = {"jobs": [1], "executions": [], "queries": [], "isComplete": True}
+    monkeypatch.setattr(crew.connection.facade, "activity", lambda _: json.dumps(activity))
     crew.close_all()
     assert (one.has_ended, two.has_ended) == (True, True)
 
@@ -408,11 +407,51 @@ def test_a_query_that_starts_while_it_is_cancelled(crew):
     assert crew.connection.facade.calls == []
 
 
+def test_an_exit_waits_for_late_events(crew):
+    """An exit asks again while Spark may not have reported the start of a query, and then waits for the query."""
+    one = topology(crew, "one").start()
+    crew.connection.facade.activities = [{"isComplete": False}, {"queries": ["late"]}, {}]
+    one.close()
+    assert crew.connection.facade.activities == []
+
+
+def test_an_exit_does_not_wait_without_limit_for_late_events(crew, monkeypatch):
+    """An exit ends although Spark never reports its events."""
+    monkeypatch.setattr("stagecrew.session.topology._MAX_EVENT_DELAY", 0.1)
+    driver = crew.connection.facade
+    driver.activities = [{"isComplete": False}] * 1000
+    topology(crew, "one").start().close()
+    assert 0 < len(driver.activities) < 1000
+
+
 def with_failed_coordinator(crew: Crew, name: str) -> Topology:
     """An active topology with a failed coordinator."""
     one = topology(crew, name).start()
     one.operators.cause = ZeroDivisionError(f"of {name}")
     return one
+
+
+@pytest.mark.parametrize("call", ["cancel", "stopQueries", "activity"])
+@pytest.mark.parametrize("cancel", [True, False])
+def test_an_interrupted_cancellation_still_ends_the_topology(crew, monkeypatch, cancel, call):
+    """A Ctrl-C while the exit cancels jobs, or a second one, does not prevent the end of the topology on the driver."""
+    driver = crew.connection.facade
+    driver.activities = [{"jobs": [1]}]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt(call)
+
+    one = topology(crew, "one").start()
+    inside = topology(crew, "inside").start()
+    monkeypatch.setattr(driver, call, interrupt)
+    if not cancel:
+        monkeypatch.setattr("stagecrew.session.topology.time.sleep", interrupt)  # the first Ctrl-C
+    with pytest.raises(KeyboardInterrupt, match=call):
+        one.close(cancel=cancel)
+    assert driver.ended == [inside.id, one.id]
+    assert inside.operators._closed
+    assert one.operators._closed
+    assert crew.active == ()
 
 
 def test_a_failure_of_a_coordinator_is_raised_once(crew):

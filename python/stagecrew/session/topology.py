@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
 
 from stagecrew.coordination.program_path import PLACE, Place, current_place
 from stagecrew.errors import TopologyError
@@ -32,6 +32,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _log = logging.getLogger("stagecrew")
+
+#: How long an exit waits for the events of starts that Spark may not have reported yet, in seconds.
+_MAX_EVENT_DELAY: Final = 30.0
 
 
 class Topology(TopologyOperators):
@@ -299,16 +302,20 @@ class Topology(TopologyOperators):
         return self._last_report
 
     def _finish(self, cancel: bool) -> None:
-        if not cancel:
-            try:
-                self._wait_for_activity(None)
-            except BaseException:
+        try:
+            if cancel:
                 self._cancel()
-                self._end()
-                raise
-        else:
+            else:
+                self._wait_or_cancel()
+        finally:  # also after a second Ctrl-C during the cancellation
+            self._end()
+
+    def _wait_or_cancel(self) -> None:
+        try:
+            self._wait_for_activity(None)
+        except BaseException:
             self._cancel()
-        self._end()
+            raise
 
     def _cancel(self) -> None:
         self._connection.cancel(self.id, f"topology {self.name!r} was cancelled")
@@ -320,6 +327,7 @@ class Topology(TopologyOperators):
         pause = 0.01
         while True:
             activity = self._connection.activity(self.id)
+            is_complete = activity.pop("isComplete")
             if seconds is not None and activity["queries"]:
                 self._connection.stop_queries(self.id)  # again, because a query may have started since
             waiting = [
@@ -328,6 +336,8 @@ class Topology(TopologyOperators):
                 for one in ones
             ]
             now = time.monotonic()
+            if not (waiting or is_complete) and now - started < _MAX_EVENT_DELAY:
+                waiting = ["the events of Spark, which may report the start of a job or query"]
             if not waiting:
                 return
             if seconds is not None and now - started > seconds:
@@ -346,12 +356,15 @@ class Topology(TopologyOperators):
 
     def _end(self) -> None:
         inside = self._inside()
-        for topology in (*inside, self):
-            topology.operators.close(
-                f"topology {topology.name!r} has ended: run the datasets of its operators inside its `with` statement"
-            )
-            self._connection.send_last_statistics(topology.operators)
-        ended = self._connection.end(self.id, self._connection.close_timeout)
+        try:
+            for topology in (*inside, self):
+                topology.operators.close(
+                    f"topology {topology.name!r} has ended: run the datasets of its operators inside its `with` "
+                    "statement"
+                )
+                self._connection.send_last_statistics(topology.operators)
+        finally:
+            ended = self._connection.end(self.id, self._connection.close_timeout)
         for topology in inside:
             topology._warn(topology._newest_report())
         self._last_report = ended or self._last_report

@@ -117,6 +117,11 @@ class Lifecycle:
         """The number of listeners that must still be closed."""
         return len(self._opened)
 
+    @property
+    def has_topologies(self) -> bool:
+        """Whether any topology was described, and has not been closed since."""
+        return bool(self._topologies)
+
     def knows(self, topology: str) -> bool:
         """Whether the topology was described, and has not been closed since."""
         return topology in self._topologies

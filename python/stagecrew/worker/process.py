@@ -93,19 +93,21 @@ class WorkerProcess:
         self._raise_noted()  # a signal that arrived during the close of a listener whose open failed
 
     def begin_without_listeners(self, output: BinaryIO) -> None:
-        """Begins a task without listeners in a worker with open listeners.
+        """Begins a task without listeners in a worker that has topologies.
 
-        A signal can also interrupt such a task, and the exit of a topology does not wait for this worker.
+        The exit of a topology does not wait for this worker. If listeners are open, a signal also interrupts the task.
         """
+        if not self._lifecycle.has_topologies:
+            return
+        self._attempt = UNBOOKED
         if self.anything_open:
             # The error that `get()` raises in such a task then names the topologies that have the listener.
             self._resolving.enter_context(resolving(self._lifecycle.find))
             self._output = output
             self._install_handlers("raise")
-            self._attempt = UNBOOKED
-            with contextlib.suppress(ChannelError):  # without its executor, the task needs no listener
-                self._channel.send("BEGIN", attempt=UNBOOKED)
-            self._raise_noted()
+        with contextlib.suppress(ChannelError):  # without its executor, the task needs no listener
+            self._channel.send("BEGIN", attempt=UNBOOKED)
+        self._raise_noted()
 
     def end(self, error: BaseException | None) -> None:
         """Ends the task, with its exception or None. A second call does nothing."""

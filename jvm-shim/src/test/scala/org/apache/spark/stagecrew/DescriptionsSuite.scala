@@ -97,6 +97,18 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.descriptions.executionId("query:q").contains("execution-query-run2"))
   }
 
+  test("the id of an execution that has ended is not cached") {
+    val f = new Fixture
+    def answer(run: Int): Unit = f.answer = frame =>
+      if (frame.kind == "ASK_EXECUTION") Frames.encode("EXECUTION", s"execution-query-run$run")
+      else if (run == 1) ended(frame.text("topology"))
+      else described(frame.text("topology"))
+    answer(run = 1) // the driver did not know yet that the query was started again
+    assert(f.descriptions.executionOf("query:q").isEmpty)
+    answer(run = 2)
+    assert(f.descriptions.executionOf("query:q").map(_.id).contains("execution-query-run2"))
+  }
+
   test("when an execution is forgotten, so are all stages of its job") {
     val f = new Fixture
     f.answer = _ => Frames.encode("EXECUTION", "execution-job-1")

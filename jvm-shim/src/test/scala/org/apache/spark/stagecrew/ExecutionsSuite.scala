@@ -91,6 +91,13 @@ class ExecutionsSuite extends AnyFunSuite {
     assert(fixture.find("query:q") == Seq(Some("execution-query-run 3")))
   }
 
+  test("a restarted query belongs to its new run, even if the events of both runs are late") {
+    val fixture = new Fixture
+    fixture.executions.queryStarted("q", "run 1")
+    fixture.runs("q") = "run 2"
+    assert(fixture.find("query:q") == Seq(Some("execution-query-run 2")))
+  }
+
   test("the topology of a query may begin after the query's event, and a query runs as long as Spark's own state says so") {
     val fixture = new Fixture
     fixture.executions.queryStarted("q", "r-1")

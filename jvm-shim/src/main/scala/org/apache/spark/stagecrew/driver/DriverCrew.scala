@@ -41,6 +41,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   private val events = new BusListener(this)
   private val totals = new TotalsBook(settings.retainedDeadExecutors)
   private val processes = new ProcessBook
+  private val stopping = ConcurrentHashMap.newKeySet[String]() // the runs of streaming queries that are being stopped
   private var coordinatorTotals = 0L -> Option.empty[OperatorView] // with the sequence number of the frame
   private var storedJob = Option.empty[RecoveryView]
   private var lastLeaving = Option.empty[Long] // when a decommissioned executor was last seen
@@ -116,28 +117,35 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     cancelNow(topology)
   })
 
-  private def cancelNow(topology: Topology): Unit =
-    topology.cancelled.foreach(reason => sc.cancelJobsWithTag(tag(topology.description.id), reason))
+  /** Also cancels the jobs of the topologies inside it: a thread that entered only one of these has only its tag. */
+  private def cancelNow(topology: Topology): Unit = for {
+    reason <- topology.cancelled
+    one <- allWithin(topology.description.id)
+  } sc.cancelJobsWithTag(tag(one.description.id), reason)
 
-  /** The running jobs, SQL executions and streaming queries of a topology, including any that have just started. */
+  private def allWithin(id: String): Seq[Topology] =
+    topologies.values.filter(topology => within(topology.description.id, id)).toSeq
+
+  /** The running jobs, SQL executions and streaming queries of a topology and of those inside it, including any that
+    * have just started. */
   def activity(id: String): Activity = Some(currentActivity(id)).filter(_.nonEmpty).getOrElse {
     // The event of a start may still be in the queue. It has been handled when a marker that is posted now arrives.
     val handled = new CountDownLatch(1)
     SparkInternals.post(sc, FlushMarker(handled))
-    handled.await(FlushTimeoutMs, TimeUnit.MILLISECONDS)
-    currentActivity(id)
+    val isComplete = handled.await(FlushTimeoutMs, TimeUnit.MILLISECONDS)
+    currentActivity(id).copy(isComplete = isComplete)
   }
 
   private def currentActivity(id: String): Activity = call {
     val jobs = StagecrewScheduler.activeJobs(sc, TaskAttempts.TopologyProperty)
     val jobIds = jobs.collect { case (job, topology) if within(topology, id) => job }.toSeq.sorted
-    val found = topologies.get(id).toSeq
+    val found = allWithin(id)
     found.foreach { topology =>
       topology.executions.filterInPlace(StagecrewSql.executionRuns)
       topology.queries.filterInPlace(StagecrewSql.queryRuns)
-      if (jobIds.nonEmpty) cancelNow(topology)
     }
-    Activity(jobIds, found.flatMap(_.executions).sorted, found.flatMap(_.queries).sorted)
+    if (jobIds.nonEmpty) topologies.get(id).foreach(cancelNow)
+    Activity(jobIds, found.flatMap(_.executions).distinct.sorted, found.flatMap(_.queries).distinct.sorted)
   }
 
   private def within(inner: String, outer: String): Boolean =
@@ -160,8 +168,11 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
 
   def slots: Int = SparkInternals.slots(sc)
 
-  def stopQueries(id: String): Unit = call(topologies.get(id).toSeq.flatMap(_.queries)).foreach { run =>
-    Log.contained(s"stopping streaming query $run")(StagecrewSql.stopQuery(run))
+  /** Stops the streaming queries of a topology and of those inside it. Does not wait: Spark waits until the current
+    * batch of a query has ended. */
+  def stopQueries(id: String): Unit = call(allWithin(id).flatMap(_.queries)).filter(stopping.add).foreach { run =>
+    pool.execute(() => try Log.contained(s"stopping streaming query $run")(StagecrewSql.stopQuery(run))
+      finally stopping.remove(run))
   }
 
   def stop(): Unit = {
@@ -316,7 +327,8 @@ object DriverCrew {
   /** The job tag of a topology. */
   def tag(id: String): String = s"stagecrew-$id"
 
-  final case class Activity(jobs: Seq[Int], executions: Seq[Long], queries: Seq[String]) {
+  /** What runs in a topology. `isComplete` is false if Spark has not reported the latest starts yet. */
+  final case class Activity(jobs: Seq[Int], executions: Seq[Long], queries: Seq[String], isComplete: Boolean = true) {
     def nonEmpty: Boolean = jobs.nonEmpty || executions.nonEmpty || queries.nonEmpty
   }
 

@@ -45,7 +45,8 @@ private[stagecrew] final class Executions(sparkState: Executions.SparkState, sch
   /** Finds the execution of `stage:<number>` or `query:<id>`, and passes it to `reply`, immediately or later. `reply`
     * gets None if there is no execution. */
   def find(key: String)(reply: Option[String] => Unit): Unit = key.split(":", 2) match {
-    case Array("query", id) => reply(queries.get(id).orElse(sparkState.queryRun(id)).map(ofQuery))
+    // The events of the last run's end and of this run's start may be late.
+    case Array("query", id) => reply(sparkState.queryRun(id).orElse(queries.get(id)).map(ofQuery))
     case Array("stage", number) =>
       val stage = number.toInt
       jobOf(stage) match {

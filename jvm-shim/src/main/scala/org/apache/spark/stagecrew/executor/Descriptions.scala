@@ -51,12 +51,22 @@ final class Descriptions(
     case Some(description) => description.parent.fold(description :: inner)(ancestors(_, description :: inner))
   }
 
-  /** The topology of a task's execution: its streaming query, root SQL execution, or job. */
-  def execution(task: TaskContext): Option[Description] = {
-    val id = Option(task.getLocalProperty(QueryProperty)).map(query => executionId(s"query:$query"))
-      .orElse(Option(task.getLocalProperty(RootExecutionProperty)).map(id => Some(Executions.ofSql(id.toLong))))
-      .getOrElse(executionId(s"stage:${task.stageId()}"))
-    id.flatMap(describe)
+  /** The topology of a task's execution: its streaming query, root SQL execution, or job. The tasks of
+    * `DataFrame.toLocalIterator` run after the end of their SQL execution, so they belong to their job. */
+  def execution(task: TaskContext): Option[Description] =
+    Option(task.getLocalProperty(QueryProperty)) match {
+      case Some(query) => executionOf(s"query:$query")
+      case None =>
+        Option(task.getLocalProperty(RootExecutionProperty)).flatMap(id => describe(Executions.ofSql(id.toLong)))
+          .orElse(executionOf(s"stage:${task.stageId()}"))
+    }
+
+  /** The topology of the execution of a query or stage. If the execution has ended, its id is not cached, because a
+    * streaming query may have been started again. */
+  private[stagecrew] def executionOf(key: String): Option[Description] = {
+    val description = executionId(key).flatMap(describe)
+    if (description.isEmpty) executions.forget(key)
+    description
   }
 
   private[stagecrew] def executionId(key: String): Option[String] = cached(executions, key) {

@@ -72,7 +72,8 @@ final class ExecutorListeners(
     // listener that is registered by name.
     val entries = description.listeners.filter(entry => lifetime.forall(own => entry.lifetime.forall(_ == own)))
     val jvm = entries.filter(_.kind == "jvm")
-    if (jvm.nonEmpty && !jvmListeners.containsKey(description.id)) {
+    val opensJvm = jvm.nonEmpty && !jvmListeners.containsKey(description.id)
+    if (opensJvm) {
       val listeners = new JvmListeners(jvm, contextOf(description), settings, ledger, pool)
       listeners.open()
       jvmListeners.put(description.id, listeners)
@@ -83,7 +84,8 @@ final class ExecutorListeners(
       new OpenListeners(Option(jvmListeners.get(description.id)), reply, inAgent)
     } catch {
       case error: Throwable =>
-        Option(jvmListeners.remove(description.id)).foreach(_.close())
+        // After the loss of an agent, running tasks may still use the JVM listeners.
+        if (opensJvm) Option(jvmListeners.remove(description.id)).foreach(_.close())
         throw error
     }
   }
