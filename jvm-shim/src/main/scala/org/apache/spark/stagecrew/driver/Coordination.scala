@@ -41,11 +41,8 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
         peers.put(executor, peer)
         near.put(executor, message)
       }
-      Option(python.get) match {
-        case Some(link) => link.write(message)
-        case None if from.isEmpty => notConnected(Frames.decodeMessage(message).text("executor"))
-        case None => ()
-      }
+      Option(python.get).fold(if (from.isEmpty) notConnected(Frames.decodeMessage(message).text("executor")))(
+        _.write(message))
       if (from.isEmpty) Hops.allPassed("driver-written", Frames.decodeMessage(message).bytes("frames"))
     }
   })
@@ -59,10 +56,7 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
   // -- From Python (its link's thread)
 
   override def connected(link: Link): Unit = {
-    Option(python.get).foreach { before =>
-      disconnected(before)
-      before.close()
-    }
+    Option(python.get).foreach { before => disconnected(before); before.close() }
     python.set(link)
     near.values.forEach(link.write(_))
   }

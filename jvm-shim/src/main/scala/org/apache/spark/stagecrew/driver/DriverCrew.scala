@@ -118,10 +118,8 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   })
 
   /** Also cancels the jobs of the topologies inside it: a thread that entered only one of these has only its tag. */
-  private def cancelNow(topology: Topology): Unit = for {
-    reason <- topology.cancelled
-    one <- allWithin(topology.description.id)
-  } sc.cancelJobsWithTag(tag(one.description.id), reason)
+  private def cancelNow(topology: Topology): Unit = topology.cancelled.foreach(reason =>
+    allWithin(topology.description.id).foreach(one => sc.cancelJobsWithTag(tag(one.description.id), reason)))
 
   private def allWithin(id: String): Seq[Topology] =
     topologies.values.filter(topology => within(topology.description.id, id)).toSeq
@@ -140,10 +138,8 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     val jobs = StagecrewScheduler.activeJobs(sc, TaskAttempts.TopologyProperty)
     val jobIds = jobs.collect { case (job, topology) if within(topology, id) => job }.toSeq.sorted
     val found = allWithin(id)
-    found.foreach { topology =>
-      topology.executions.filterInPlace(StagecrewSql.executionRuns)
-      topology.queries.filterInPlace(StagecrewSql.queryRuns)
-    }
+    found.foreach(_.executions.filterInPlace(StagecrewSql.executionRuns))
+    found.foreach(_.queries.filterInPlace(StagecrewSql.queryRuns))
     if (jobIds.nonEmpty) topologies.get(id).foreach(cancelNow)
     Activity(jobIds, found.flatMap(_.executions).distinct.sorted, found.flatMap(_.queries).distinct.sorted)
   }
@@ -170,10 +166,9 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
 
   /** Stops the streaming queries of a topology and of those inside it. Does not wait: Spark waits until the current
     * batch of a query has ended. */
-  def stopQueries(id: String): Unit = call(allWithin(id).flatMap(_.queries)).filter(stopping.add).foreach { run =>
-    pool.execute(() => try Log.contained(s"stopping streaming query $run")(StagecrewSql.stopQuery(run))
-      finally stopping.remove(run))
-  }
+  def stopQueries(id: String): Unit =
+    call(allWithin(id).flatMap(_.queries)).filter(stopping.add).foreach(run => pool.execute(() =>
+      try Log.contained(s"stopping streaming query $run")(StagecrewSql.stopQuery(run)) finally stopping.remove(run)))
 
   def stop(): Unit = {
     Log.contained("storing the state in the event log")(eventLog.foreach(log => call(log.flush(snapshot))))

@@ -54,20 +54,14 @@ final class Descriptions(
   /** The topology of a task's execution: its streaming query, root SQL execution, or job. The tasks of
     * `DataFrame.toLocalIterator` run after the end of their SQL execution, so they belong to their job. */
   def execution(task: TaskContext): Option[Description] =
-    Option(task.getLocalProperty(QueryProperty)) match {
-      case Some(query) => executionOf(s"query:$query")
-      case None =>
-        Option(task.getLocalProperty(RootExecutionProperty)).flatMap(id => describe(Executions.ofSql(id.toLong)))
-          .orElse(executionOf(s"stage:${task.stageId()}"))
-    }
+    Option(task.getLocalProperty(QueryProperty)).map(query => executionOf(s"query:$query")).getOrElse(
+      Option(task.getLocalProperty(RootExecutionProperty)).flatMap(id => describe(Executions.ofSql(id.toLong)))
+        .orElse(executionOf(s"stage:${task.stageId()}")))
 
   /** The topology of the execution of a query or stage. If the execution has ended, its id is not cached, because a
     * streaming query may have been started again. */
-  private[stagecrew] def executionOf(key: String): Option[Description] = {
-    val description = executionId(key).flatMap(describe)
-    if (description.isEmpty) executions.forget(key)
-    description
-  }
+  private[stagecrew] def executionOf(key: String): Option[Description] =
+    executionId(key).flatMap(describe).orElse { executions.forget(key); None }
 
   private[stagecrew] def executionId(key: String): Option[String] = cached(executions, key) {
     val reply = askDriver(Frames.encode("ASK_EXECUTION", executor, key))
@@ -75,9 +69,6 @@ final class Descriptions(
   }
 
   /** The driver's reply, from the cache if possible. None is not cached. */
-  private def cached[T](replies: Once[Option[T]], key: String)(request: => Option[T]): Option[T] = {
-    val reply = replies.of(key)(request)
-    if (reply.isEmpty) replies.forget(key)
-    reply
-  }
+  private def cached[T](replies: Once[Option[T]], key: String)(request: => Option[T]): Option[T] =
+    replies.of(key)(request).orElse { replies.forget(key); None }
 }
