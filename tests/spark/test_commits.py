@@ -4,13 +4,16 @@ drivers."""
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from pyspark import cloudpickle
 from pyspark.errors import PySparkException, StreamingQueryException
@@ -94,6 +97,29 @@ def test_a_pending_commit_resumes_in_the_same_session(few_retries, place):
 
 
 @pytest.mark.long
+def test_timestamps_are_committed(few_retries, tmp_path):
+    """Timestamps, also inside arrays, are committed as instants, whatever the time zone of the session is."""
+    spark, zone = few_retries, few_retries.conf.get("spark.sql.session.timeZone")
+    at = dt.datetime(2024, 7, 1, 8, tzinfo=dt.UTC)
+    with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
+        database.execute("CREATE TABLE target (t TEXT)")
+    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+    try:
+        rows = spark.sql(
+            "SELECT timestamp '2024-07-01 08:00:00 UTC' AS t, array(timestamp '2024-07-01 08:00:00 UTC') AS ts"
+        )
+        with stagecrew.crew(spark).topology("t") as topology:
+            topology.commit(rows, ParquetSink(tmp_path / "table"))
+            topology.commit(rows.select("t"), DatabaseSink(f"sqlite:///{tmp_path}/data.db", "target"))
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", zone)
+    assert pq.read_table(tmp_path / "table").to_pylist() == [{"t": at, "ts": [at]}]
+    with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
+        ((stored,),) = database.execute("SELECT t FROM target").fetchall()
+    assert dt.datetime.fromisoformat(stored) == at
+    assert stored.endswith("+00:00")
+
+
 def test_ctrl_c_while_tasks_stage_leaves_nothing(cluster, place):
     """After Ctrl-C while tasks are staging rows, no row is visible, and nothing is left."""
     import threading

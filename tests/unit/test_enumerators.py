@@ -6,6 +6,7 @@ import datetime as dt
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -180,6 +181,21 @@ def test_paths_can_be_given_in_several_forms(reader, tmp_path):
     folder = write_tables(tmp_path, {"a": [1]})
     for source in (tmp_path, [tmp_path / "0.parquet"], f"file:{folder}", f"file://{folder}"):
         assert [batch.to_pylist() for batch in read(reader(source))] == [[{"a": 1}]]
+
+
+def test_a_data_source_without_partitions_is_read_once():
+    """Like Spark, a reader that has no partitions, or does not define them, is read once."""
+
+    def refuse():
+        raise NotImplementedError
+
+    for partitions in (list, refuse):
+        reader = SimpleNamespace(partitions=partitions)
+        source = SimpleNamespace(
+            schema=lambda: StructType().add("a", IntegerType()), reader=lambda schema, reader=reader: reader
+        )
+        ((number, partition),) = DataSourcePartitions(source).splits()
+        assert (number, partition.value) == (0, None)
 
 
 def test_rows_of_a_data_source_have_its_schema():

@@ -229,3 +229,18 @@ def test_one_split_twice(splits):
     with pytest.raises(OperatorFailed, match="yielded one split twice"):
         for index in range(3):
             log.read(0, index, "a")
+
+
+@pytest.mark.parametrize("subtasks", [1, 2, 3, 4, 7])
+def test_fewer_subtasks_read_the_logs_of_all(subtasks):
+    """After a recovery with another number of tasks, each split is read once."""
+    before = SplitLog(list(range(10)), "operator 'x'")
+    for number in range(10):
+        assert before.read(number % 4, number // 4, "") is not None
+    after = SplitLog(list(range(10)), "operator 'x'")
+    after.restore(before.state(), subtasks)
+    found = []
+    for subtask in range(subtasks):
+        while (split := after.read(subtask, sum(one == subtask for one, _ in found), "")) is not None:
+            found.append((subtask, pickle.loads(split)))
+    assert sorted(split for _, split in found) == list(range(10))

@@ -148,7 +148,7 @@ def commit_dataset(
                 commit_id, task_timeout,
             )  # fmt: skip
 
-    schema = to_arrow_schema(dataset.schema)
+    schema = to_arrow_schema(dataset.schema, timezone="UTC")
     try:
         report = commit(sink, commit_log, commit_id, schema, execute, wait_for_tasks, content=content, writer=writer)
         if coordinators:

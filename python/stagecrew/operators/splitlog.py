@@ -96,12 +96,16 @@ class SplitLog:
         """Pickles the logs, for a checkpoint."""
         return pickle.dumps({"logs": self._logs})
 
-    def restore(self, state: bytes) -> None:
+    def restore(self, state: bytes, subtasks: int | None = None) -> None:
         """Continues from a checkpoint.
 
-        Splits that the enumerator yields again are recognized by their bytes, and skipped.
+        Splits that the enumerator yields again are recognized by their bytes, and skipped. If there are fewer subtasks
+        than at the checkpoint, they also read the logs of the others.
         """
         self._logs = pickle.loads(state)["logs"]
+        if subtasks is not None:
+            for subtask in sorted(one for one in self._logs if one >= subtasks):
+                self._logs.setdefault(subtask % subtasks, []).extend(self._logs.pop(subtask))
         self._restored = {_digest(split) for split in itertools.chain.from_iterable(self._logs.values())}
 
     def _take(self, host: str, watermarks: WatermarkGroup[Any] | None) -> bytes | None:

@@ -62,8 +62,12 @@ class SplitCoordinator(Coordinator):
 
     kind = "splits"
 
-    def __init__(self, context: CoordinatorContext, enumerator: Any, enumerator_timeout: float) -> None:
+    def __init__(
+        self, context: CoordinatorContext, enumerator: Any, enumerator_timeout: float, subtasks: int | None = None
+    ) -> None:
         super().__init__(context)
+        #: The number of tasks that read the splits. It may be smaller than before a recovery.
+        self._subtasks = subtasks
         #: How many seconds the enumerator may take for one split.
         self._enumerator_timeout = enumerator_timeout
         self._is_list = isinstance(enumerator, Sequence)
@@ -191,7 +195,7 @@ class SplitCoordinator(Coordinator):
     def reset_to_checkpoint(self, checkpoint_id: int, state: bytes | None) -> None:
         """See `Coordinator`."""
         if state is not None:
-            self._log.restore(state)
+            self._log.restore(state, self._subtasks)
 
     def _check_enumerator(self) -> None:
         since = self._waiting_since
@@ -245,7 +249,7 @@ def read_splits(
     operator = Operator(
         scope,
         name,
-        lambda coordinator_context: SplitCoordinator(coordinator_context, enumerator, enumerator_timeout),
+        lambda coordinator_context: SplitCoordinator(coordinator_context, enumerator, enumerator_timeout, tasks),
         use,
     )
     session = SparkSession.getActiveSession() or SparkSession(context)

@@ -63,7 +63,13 @@ class DataSourcePartitions:
         Returns:
             Each partition with its number, which distinguishes equal partitions.
         """
-        return list(enumerate(self._reader.partitions()))
+        from pyspark.sql.datasource import InputPartition as Partition
+
+        try:
+            found = list(self._reader.partitions())
+        except NotImplementedError:
+            found = []
+        return list(enumerate(found or [Partition(None)]))  # as plan_data_source_read.py does
 
     def read(self, split: tuple[int, InputPartition | None]) -> Iterator[pa.RecordBatch]:
         """Reads one partition, in a task.

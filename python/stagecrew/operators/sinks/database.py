@@ -119,7 +119,7 @@ class DatabaseSink:
             with self._connected() as database:
                 insert = self._inserting(database, self._stage_of(staging), names)
                 for batch in itertools.chain([first], batches):
-                    columns = [batch.column(name).to_pylist() for name in names]
+                    columns = [_values(batch.column(name)) for name in names]
                     with self._within(database):
                         insert([(attempt, *row) for row in zip(*columns, strict=True)])
                     rows += batch.num_rows
@@ -189,12 +189,12 @@ class DatabaseSink:
             self._record(database, staging.commit_id, f"{self._mark_prefix}{staging.mark}")
         columns = ", ".join(map(quoted_name, staging.schema.names))
         stage = self._stage_of(staging)
+        insert = f"INSERT INTO {self._table} ({columns}) SELECT {columns} FROM {stage} WHERE {ATTEMPT} = "  # noqa: S608
+        if "%" in self._dialect.placeholder:
+            insert = insert.replace("%", "%%")  # for psycopg a percent sign begins a placeholder, also inside a name
+        insert += self._dialect.placeholder
         for message in messages:
-            moved = database.execute(
-                f"INSERT INTO {self._table} ({columns}) SELECT {columns} FROM {stage} "  # noqa: S608
-                f"WHERE {ATTEMPT} = {self._dialect.placeholder}",
-                (message["attempt"],),
-            )
+            moved = database.execute(insert, (message["attempt"],))
             if moved.rowcount != message["rows"]:
                 raise CommitFailed(
                     f"{message['rows']} rows were staged for table {self._table}, and {moved.rowcount} of them are "
@@ -252,3 +252,11 @@ class DatabaseSink:
         """Opens a connection and a transaction on it."""
         with self._connected() as database, self._within(database):
             yield database
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """The values of a column. Instants are in UTC: Spark's have the time zone of the session."""
+    if pa.types.is_timestamp(column.type) and column.type.tz is not None:
+        column = column.cast(pa.timestamp(column.type.unit, "UTC"))
+    values: list[Any] = column.to_pylist()
+    return values
