@@ -11,7 +11,7 @@ from typing import Any, Final
 
 __all__ = ["lazy_names"]
 
-#: By missing package: what to tell the user.
+#: By missing package: the remedy in the message.
 _REMEDIES: Final = {
     **dict.fromkeys(
         ("pyspark", "py4j"),

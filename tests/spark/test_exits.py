@@ -1,4 +1,4 @@
-"""What the exit of a topology stops, and what it waits for."""
+"""Exits of topologies: the jobs and queries that they stop, or wait for."""
 
 from __future__ import annotations
 
