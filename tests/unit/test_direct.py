@@ -50,6 +50,9 @@ class FakeHost:
     def lost(self, executor: str, reason: str) -> None:
         self.calls.append(("lost", executor, reason))
 
+    def is_lost(self, executor: str) -> bool:
+        return any(call[1] == executor for call in self.named("lost"))
+
     def lost_route(self, route: Any, reason: str) -> None:
         self.calls.append(("lost_route", route.executor, reason))
 

@@ -194,7 +194,8 @@ class DriverChannel:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_out, 1024)
         self._directs.serve(ready)
-        if self._channel.fileno() in ready or self._channel.has_arrived:
+        has_arrived = self._channel.fileno() in ready or self._channel.has_arrived
+        if has_arrived:
             try:
                 for frame in self._channel.receive():
                     self.handle(frame)
@@ -205,9 +206,9 @@ class DriverChannel:
                     self._directs.shutdown()
                     self.host.broken(f"the connection from coordinators to executors broke: {error}")
                 return
-        elif not ready or (due is not None and time.monotonic() > due + _EXPIRY_GRACE):
-            # Check deadlines after reading, because an acknowledgement may have arrived while no thread was reading.
-            # Under constant traffic there is always something to read.
+        # Check deadlines after reading, because an acknowledgement may have arrived while no thread was reading. Under
+        # constant traffic there is always something to read.
+        if not (ready or has_arrived) or (due is not None and time.monotonic() > due + _EXPIRY_GRACE):
             self.host.expire()
         self.flush()
 
@@ -255,6 +256,10 @@ class DriverChannel:
     def lost_route(self, direct: DirectConnection, reason: str) -> None:
         """Handles the end of a direct connection: the evaluations that used it have failed."""
         self.host.lost_route(direct, reason)
+
+    def is_lost(self, executor: str) -> bool:
+        """Whether Spark has lost this executor. Its process may still run, but is cut off from the driver."""
+        return self.host.is_lost(executor)
 
     @property
     def is_broken(self) -> bool:

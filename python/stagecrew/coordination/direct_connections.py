@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Final, Protocol
 
-from stagecrew.bounded import Bounded
 from stagecrew.coordination.direct import DirectConnection
 from stagecrew.coordination.pool import ASYNC_CALLS, TIMERS, Timer
 from stagecrew.coordination.route import DirectRoute
@@ -24,8 +23,6 @@ _log = logging.getLogger("stagecrew")
 
 #: The pause before the driver connects again to an executor that has closed a direct connection, in seconds.
 _RECONNECT_PAUSE: Final = 1.0
-#: How many lost executors are remembered.
-_MAX_LOST: Final = 4096
 
 
 class Reader(Protocol):
@@ -39,6 +36,9 @@ class Reader(Protocol):
 
     def lost_route(self, direct: DirectConnection, reason: str) -> None:
         """Fails the evaluations that used this direct connection, because it has ended."""
+
+    def is_lost(self, executor: str) -> bool:
+        """Whether Spark has lost this executor."""
 
 
 class DirectConnections:
@@ -58,8 +58,6 @@ class DirectConnections:
         self._pending: collections.deque[DirectConnection] = collections.deque()
         #: By executor: the timer that connects again.
         self._reconnects: dict[str, Timer] = {}
-        #: By executor: why it was lost. Spark never uses the id of an executor twice.
-        self._lost: Bounded[str, str] = Bounded(_MAX_LOST)
         self._ended = threading.Event()
 
     def __len__(self) -> int:
@@ -70,7 +68,7 @@ class DirectConnections:
         ASYNC_CALLS.submit(partial(self._connect, executor, place))
 
     def _connect(self, executor: str, place: str) -> None:
-        if self._ended.is_set() or executor in self._lost:
+        if self._ended.is_set() or self._reader.is_lost(executor):
             return
         try:
             self._pending.append(DirectConnection(executor, place))
@@ -107,7 +105,7 @@ class DirectConnections:
             self._serve(self._open[descriptor])
 
     def _add(self, direct: DirectConnection) -> None:
-        if self._ended.is_set() or direct.executor in self._lost:
+        if self._ended.is_set() or self._reader.is_lost(direct.executor):
             direct.close()
             return
         for other in self._connections_to(direct.executor):
@@ -141,7 +139,6 @@ class DirectConnections:
 
     def lose(self, executor: str, reason: str) -> None:
         """Ends the connection to a lost executor, even if its process still runs but is cut off from the driver."""
-        self._lost[executor] = reason
         if (timer := self._reconnects.pop(executor, None)) is not None:
             timer.cancel()
         for direct in self._connections_to(executor):

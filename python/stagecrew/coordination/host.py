@@ -150,6 +150,10 @@ class Host:
         """Handles the loss of an executor, with every evaluation on it."""
         self._liveness.end_executor(executor, reason)
 
+    def is_lost(self, executor: str) -> bool:
+        """Whether this executor was lost."""
+        return self._liveness.is_lost(executor)
+
     def lost_route(self, route: Route, reason: str) -> None:
         """Handles the loss of a direct connection, with every evaluation that used it."""
         self._liveness.end_route(route, reason)

@@ -137,6 +137,11 @@ class Liveness:
         for id_ in lost:
             self.end(id_, "failed", reason)
 
+    def is_lost(self, executor: str) -> bool:
+        """Whether this executor was lost."""
+        with self._lock:
+            return executor in self._lost
+
     def end_route(self, route: Route, reason: str) -> None:
         """Handles the loss of a direct connection: the evaluations that used it have failed."""
         with self._lock:
