@@ -96,7 +96,6 @@ def test_a_pending_commit_resumes_in_the_same_session(few_retries, place):
     assert place.leftovers() == []
 
 
-@pytest.mark.long
 def test_timestamps_are_committed(few_retries, tmp_path):
     """Timestamps, also inside arrays, are committed as instants, whatever the time zone of the session is."""
     spark, zone = few_retries, few_retries.conf.get("spark.sql.session.timeZone")
@@ -120,6 +119,7 @@ def test_timestamps_are_committed(few_retries, tmp_path):
     assert stored.endswith("+00:00")
 
 
+@pytest.mark.long
 def test_ctrl_c_while_tasks_stage_leaves_nothing(cluster, place):
     """After Ctrl-C while tasks are staging rows, no row is visible, and nothing is left."""
     import threading

@@ -13,6 +13,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
 import stagecrew
+from support.journal import recording_body
 from support.sessions import Sessions
 from support.waiting import eventually
 
@@ -55,20 +56,14 @@ def test_a_cancelling_exit_does_not_wait_for_a_blocked_batch(spark, crew, tmp_pa
     eventually(lambda: not one.isActive, 20, "the blocked query has stopped")
 
 
-def test_a_cancelling_exit_cancels_the_jobs_of_inner_topologies(spark, crew, tmp_path):
+def test_a_cancelling_exit_cancels_the_jobs_of_inner_topologies(spark, crew, journal):
     """The exit also cancels a job of a thread that entered only an inner topology."""
-    started = tmp_path / "started"
-
-    def work(rows: Any) -> Any:
-        Path(started).touch()
-        time.sleep(60)
-        yield 1
-
+    work = recording_body(journal, seconds=60)
     outer = crew.topology("outer").start()
     inner = crew.topology("inner").start()
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(inner.wrap(lambda: spark.sparkContext.parallelize([1], 1).mapPartitions(work).collect()))
-        eventually(started.exists, 60, "the task runs")
+        eventually(lambda: journal.read(event="body"), 60, "the task runs")
         outer.close(cancel=True)
         with pytest.raises(Exception, match="topology 'outer' was cancelled"):
             job.result(20)

@@ -186,12 +186,13 @@ def test_timers_run_in_order_unless_cancelled(timers):
     assert called == [0.02, 0.06, 0.1]
 
 
-def test_a_timer_that_is_never_due_does_not_stop_others(timers):
-    """A timer of an infinite time, or of a year, is not called, and a later timer is."""
-    called, done = [], threading.Event()
-    for seconds in (math.inf, 3e7):
-        timers.later(seconds, lambda: called.append("never"))
-    time.sleep(0.05)  # the thread of the timers waits for one of them
+@pytest.mark.parametrize("seconds", [math.inf, 1e12])
+def test_a_timer_that_is_never_due_does_not_stop_others(timers, monkeypatch, seconds):
+    """A timer of an infinite time, or of millennia, is not called, and a later timer is."""
+    called, waits, done, wait = [], threading.Event(), threading.Event(), timers._changed.wait
+    monkeypatch.setattr(timers._changed, "wait", lambda seconds: waits.set() or wait(seconds))
+    timers.later(seconds, lambda: called.append("never"))
+    assert waits.wait(10)
     timers.later(0.01, done.set)
     assert done.wait(10)
     assert called == []
