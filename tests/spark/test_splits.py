@@ -21,6 +21,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 import stagecrew
 from stagecrew.operators.enumerators import DataSourcePartitions, Files, KeyRanges, ParquetRowGroups
 from support.coordination import executor_pid
+from support.journal import Journal
 from support.processes import kill
 from support.sessions import LOCAL, LOCAL_CLUSTER
 
@@ -115,13 +116,14 @@ def test_an_action_after_a_partial_read_returns_every_split(cluster, capsys, pre
         assert ids(splits.select("id")) == EXPECTED
 
 
-def test_lost_cached_blocks_are_read_again(cluster):
+def test_lost_cached_blocks_are_read_again(cluster, journal):
     """After an executor with cached blocks is lost, the same splits are read again."""
     with stagecrew.crew(cluster).topology("t") as topology:
-        reads = cluster.sparkContext.accumulator(0)
+        reads, path = cluster.sparkContext.accumulator(0), journal.path
 
         def count_reads(split):
             reads.add(1)
+            Journal(path).write(event="read", executor=executor_pid())
             yield from read(split)
 
         cached = topology.splits(SPLITS, count_reads, "id long", parallelism=4).cache()
@@ -129,10 +131,7 @@ def test_lost_cached_blocks_are_read_again(cluster):
         assert ids(cached) == EXPECTED
         assert reads.value == len(SPLITS)
 
-        def report_executor(batches):
-            yield pa.record_batch({"pid": [executor_pid()]})
-
-        kill(cluster.range(0, 1, 1, 1).mapInArrow(report_executor, "pid long").first().pid)
+        kill(journal.read(event="read")[0]["executor"])
         assert ids(cached) == EXPECTED
         assert reads.value > len(SPLITS), "no cached block was lost"
         cached.unpersist()
