@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import subprocess
+import sys
 
 import pytest
 from hypothesis import settings
@@ -211,6 +213,53 @@ def test_an_enumerator_that_does_not_repeat_its_splits():
     assert pickle.loads(after.read(1, 0, "a")) == 2
     with pytest.raises(OperatorFailed, match="1 splits that tasks of operator 'x' had read before the checkpoint"):
         after.read(1, 1, "a")
+
+
+#: A script of a job, whose splits have a class of the script. It reads one split and prints the log's state; or it
+#: restores that state and prints the splits that are left.
+SCRIPT = """
+import dataclasses, pickle, sys
+from stagecrew.operators.splitlog import SplitLog
+
+@dataclasses.dataclass
+class File:
+    path: str
+
+log = SplitLog([File("a"), File("b"), File("c")], "operator 'x'")
+if len(sys.argv) == 1:
+    log.read(0, 0, "")
+    print(log.state().hex())
+else:
+    log.restore(bytes.fromhex(sys.argv[1]))
+    while (split := log.read(1, log.assigned - 1, "")) is not None:
+        print(pickle.loads(split).path)
+"""
+
+
+def test_splits_of_a_class_in_the_script_are_recognized_after_a_recovery(tmp_path):
+    """If the class of the splits is in the script of the job, the next process of the job recognizes the splits that
+    tasks have read."""
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, script, *arguments], check=True, capture_output=True, text=True, timeout=60
+        ).stdout.split()
+
+    state = run()
+    assert run(*state) == ["b", "c"]
+
+
+def test_splits_that_only_cloudpickle_can_pickle():
+    """A split can be an object that only cloudpickle can pickle, and is recognized after a reset."""
+    splits = [lambda: "a", lambda: "b"]
+    before = SplitLog(splits, "operator 'x'")
+    before.read(0, 0, "")
+    after = SplitLog(splits, "operator 'x'")
+    after.restore(before.state())
+    assert pickle.loads(after.read(1, 0, ""))() == "b"
+    assert after.read(1, 1, "") is None
 
 
 def test_a_position_beyond_the_end():

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pyspark import cloudpickle
 
@@ -28,12 +28,19 @@ HELD: Final = b""
 _AHEAD: Final = 64
 
 
+class _Split(NamedTuple):
+    """A split that the enumerator has yielded. The digest recognizes it, also in another process."""
+
+    packed: bytes
+    digest: bytes
+
+
 class SplitLog:
     """A log of splits for each subtask. An evaluation of a subtask reads the log from the beginning, then extends it.
 
     So two evaluations of a subtask see the same splits in the same order, and each split is in exactly one log. When
-    all splits are in logs, the logs are sealed. A split is pickled once. Two splits are the same if their pickled bytes
-    are equal, or if they are hashable and equal.
+    all splits are in logs, the logs are sealed. Two splits are the same if their pickled bytes are equal, or if they are
+    hashable and equal. The pickled bytes refer to the class of a split by its name.
 
     The enumerator is an `Enumerator` or an iterable. The first request begins to read it. `on_split` is called for each
     split that the enumerator yields, and returns whether there is time to read ahead.
@@ -47,8 +54,8 @@ class SplitLog:
         self._splits: Iterator[Any] | None = None
         self._event_time: Callable[[Any], Any] | None = getattr(enumerator, "event_time", None)
         self._locations: Callable[[Any], Iterable[str]] | None = getattr(enumerator, "locations", None)
-        self._logs: dict[int, list[bytes]] = {}
-        self._ahead: collections.deque[tuple[bytes, frozenset[str]]] = collections.deque()
+        self._logs: dict[int, list[_Split]] = {}
+        self._ahead: collections.deque[tuple[_Split, frozenset[str]]] = collections.deque()
         self._seen: set[Any] = set()
         #: Digests of the splits in restored logs that the enumerator has not yielded again yet.
         self._restored: set[bytes] = set()
@@ -65,7 +72,7 @@ class SplitLog:
         """
         log = self._logs.setdefault(subtask, [])
         if index < len(log):
-            return log[index]
+            return log[index].packed
         if index > len(log):
             raise OperatorFailed(
                 f"subtask {subtask} of {self.name} asked for split {index} of its log, which has {len(log)} splits: "
@@ -74,9 +81,10 @@ class SplitLog:
         if self._failure is not None:
             raise OperatorFailed(str(self._failure)) from self._failure
         split = self._take(host, watermarks)
-        if split is not None and split is not HELD:
-            log.append(split)
-        return split
+        if split is None:
+            return None if self.sealed else HELD
+        log.append(split)
+        return split.packed
 
     def event_time(self, split: bytes) -> Any:
         """The event time of a pickled split, or None if the enumerator has no event times."""
@@ -94,21 +102,22 @@ class SplitLog:
 
     def state(self) -> bytes:
         """Pickles the logs, for a checkpoint."""
-        return pickle.dumps({"logs": self._logs})
+        return pickle.dumps({subtask: list(map(tuple, log)) for subtask, log in self._logs.items()})
 
     def restore(self, state: bytes, subtasks: int | None = None) -> None:
         """Continues from a checkpoint.
 
-        Splits that the enumerator yields again are recognized by their bytes, and skipped. If there are fewer subtasks
+        Splits that the enumerator yields again are recognized by their digests, and skipped. If there are fewer subtasks
         than at the checkpoint, they also read the logs of the others.
         """
-        self._logs = pickle.loads(state)["logs"]
+        self._logs = {subtask: [_Split(*one) for one in log] for subtask, log in pickle.loads(state).items()}
         if subtasks is not None:
             for subtask in sorted(one for one in self._logs if one >= subtasks):
                 self._logs.setdefault(subtask % subtasks, []).extend(self._logs.pop(subtask))
-        self._restored = {_digest(split) for split in itertools.chain.from_iterable(self._logs.values())}
+        self._restored = {split.digest for split in itertools.chain.from_iterable(self._logs.values())}
 
-    def _take(self, host: str, watermarks: WatermarkGroup[Any] | None) -> bytes | None:
+    def _take(self, host: str, watermarks: WatermarkGroup[Any] | None) -> _Split | None:
+        """Returns a split that may be assigned now. None if there is none, or if no split may be assigned yet."""
         wanted = 1 if self._locations is None else _AHEAD
         while len(self._ahead) < wanted and (found := self._next()) is not None:
             self._ahead.append(found)
@@ -116,12 +125,12 @@ class SplitLog:
                 break
         if not self._ahead:
             return None
-        first = None if watermarks is None else self.event_time(self._ahead[0][0])
+        first = None if watermarks is None else self.event_time(self._ahead[0][0].packed)
         if watermarks is not None and not watermarks.allows(first):
-            return HELD
+            return None
 
-        def allowed(split: bytes) -> bool:
-            return watermarks is None or watermarks.allows(self.event_time(split), beside=first)
+        def allowed(split: _Split) -> bool:
+            return watermarks is None or watermarks.allows(self.event_time(split.packed), beside=first)
 
         near = (i for i, (split, hosts) in enumerate(self._ahead) if host in hosts and allowed(split))
         chosen = next(near, 0)
@@ -129,7 +138,7 @@ class SplitLog:
         del self._ahead[chosen]
         return split
 
-    def _next(self) -> tuple[bytes, frozenset[str]] | None:
+    def _next(self) -> tuple[_Split, frozenset[str]] | None:
         while not self._exhausted:
             try:
                 if self._splits is None:
@@ -147,9 +156,10 @@ class SplitLog:
                     return None
                 packed: bytes = cloudpickle.dumps(split)  # type: ignore[no-untyped-call]
                 hosts = frozenset(self._locations(split)) if self._locations is not None else frozenset()
-                if self._is_new(split, packed):
+                digest = _digest(split, packed)
+                if self._is_new(split, digest):
                     self._has_time = self._on_split()
-                    return packed, hosts
+                    return _Split(packed, digest), hosts
             except BaseException as error:
                 if isinstance(error, OperatorFailed):
                     self._failure = error
@@ -161,8 +171,7 @@ class SplitLog:
                 raise self._failure from error
         return None
 
-    def _is_new(self, split: Any, packed: bytes) -> bool:
-        digest = _digest(packed)
+    def _is_new(self, split: Any, digest: bytes) -> bool:
         if digest in self._restored:
             self._restored.discard(digest)
             self._seen.add(digest)
@@ -185,7 +194,13 @@ class SplitLog:
 _END: Final = object()
 
 
-def _digest(packed: bytes) -> bytes:
+def _digest(split: Any, packed: bytes) -> bytes:
+    try:
+        # Not the bytes of cloudpickle: for a class of the job's script they contain the class, with an id that differs
+        # in each process.
+        packed = pickle.dumps(split, pickle.HIGHEST_PROTOCOL)
+    except Exception:  # a split that only cloudpickle can pickle, such as a lambda
+        pass
     return hashlib.blake2b(packed, digest_size=16).digest()
 
 
