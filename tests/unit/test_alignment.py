@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import pickle
+import zoneinfo
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from stagecrew.operators.watermarks import WatermarkGroup
 from stagecrew.testing import CoordinatorHarness
 
 DRIFT, BATCH, IDLE = 10, 4, 5.0
+BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
 
 
 class Schedules(RuleBasedStateMachine):
@@ -122,6 +124,21 @@ def test_event_times_can_be_datetimes_and_must_be_comparable():
     group.finish("a")
     group.report("c", dt.datetime.max.replace(tzinfo=dt.UTC))
     assert group.limit is None
+
+
+def test_event_times_with_a_zone_are_instants():
+    """When clocks go back an hour, event times of that zone do not go back, and the drift is the time that passed."""
+    before = dt.datetime(2026, 10, 25, 2, 50, tzinfo=BERLIN)
+    after = dt.datetime(2026, 10, 25, 2, 10, tzinfo=BERLIN, fold=1)  # 20 minutes later
+    merged = EventTimeSplits({"a": [before, after], "b": [before]}, lambda split: split, dt.timedelta(minutes=5))
+    assert list(merged.splits()) == [("a", before), ("b", before), ("a", after)]
+    group = WatermarkGroup(dt.timedelta(minutes=15))
+    group.report("a", before)
+    assert not group.allows(after)
+    group.report("a", after)
+    assert group.slowest_watermark == dt.datetime(2026, 10, 25, 1, 10, tzinfo=dt.UTC)
+    assert group.allows(before, beside=before)
+    assert not group.allows(after, beside=before)
 
 
 def may_advance(evaluation, watermark, source=None):

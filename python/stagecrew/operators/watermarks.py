@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
-__all__ = ["WatermarkGroup"]
+__all__ = ["WatermarkGroup", "comparable_time"]
 
 S = TypeVar("S", bound=Hashable)
+
+
+def comparable_time(event_time: Any) -> Any:
+    """Returns an event time as others are compared with it: a `datetime` with a time zone in UTC.
+
+    Python compares and adds to two datetimes with one `ZoneInfo` by their local times, which go back one hour a year.
+    """
+    if isinstance(event_time, dt.datetime) and event_time.tzinfo is not None:
+        try:
+            return event_time.astimezone(dt.UTC)
+        except OverflowError:  # near the smallest or the largest datetime
+            pass
+    return event_time
 
 
 @dataclasses.dataclass
@@ -26,7 +40,7 @@ class WatermarkGroup(Generic[S]):
     watermark, and the next report makes up for a lost one.
 
     Event times may have any type whose values can be compared, and to which `drift` can be added: numbers, or
-    `datetime` with a `timedelta`.
+    `datetime` with a `timedelta`. A `datetime` with a time zone is an instant, whatever its zone is.
 
     Args:
         drift: How far ahead of the slowest source a source may be.
@@ -65,6 +79,7 @@ class WatermarkGroup(Generic[S]):
         """
         if source in self._finished:
             return
+        watermark = comparable_time(watermark)
         limit = self._plus_drift(watermark)
         if watermark != watermark or (limit is not None and not limit >= watermark):  # noqa: PLR0124 (not a number)
             raise TypeError(
@@ -133,7 +148,7 @@ class WatermarkGroup(Generic[S]):
 
     def _plus_drift(self, watermark: Any) -> Any:
         try:
-            return watermark + self.drift
+            return comparable_time(watermark) + self.drift
         except OverflowError:  # near the largest datetime
             return None
 
@@ -147,5 +162,6 @@ class WatermarkGroup(Generic[S]):
         Returns:
             True if the event time is within the drift of the slowest source, and of `beside`.
         """
+        event_time = comparable_time(event_time)
         limits = [self.limit, None if beside is None else self._plus_drift(beside)]
         return all(limit is None or bool(event_time <= limit) for limit in limits)

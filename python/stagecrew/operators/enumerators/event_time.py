@@ -8,6 +8,7 @@ from typing import Any
 
 from stagecrew.errors import OperatorFailed, OperatorMisused
 from stagecrew.operators.enumerators.enumerator import SinglePassEnumerator
+from stagecrew.operators.watermarks import comparable_time
 
 __all__ = ["EventTimeSplits"]
 
@@ -100,7 +101,7 @@ class EventTimeSplits:
         last: Any = None
         splits: Iterable[Any] = source.splits() if hasattr(source, "splits") else source
         for split in splits:
-            event_time = self._event_time(split)
+            event_time = comparable_time(self._event_time(split))
             if last is not None and event_time < last:
                 raise OperatorFailed(
                     f"source {name!r} goes back in time: a split of {event_time!r} follows one of {last!r}. A source "
