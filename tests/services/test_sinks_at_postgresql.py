@@ -275,6 +275,67 @@ def test_a_task_stuck_in_a_transaction_loses_its_connection(postgresql_server, t
     assert trial.leftovers() == []
 
 
+def test_a_reader_of_all_tables_keeps_its_connection(postgresql_server, tmp_path, monkeypatch, caplog):
+    """A session that reads the stage table when the commit ends, as pg_dump does, is not terminated.
+
+    The commit succeeds, and a warning names the table that is left. A repeat of the commit deletes it.
+    """
+    monkeypatch.setattr(postgres, "_PATIENCE", 1)
+    trial, tasks = postgresql_trial(postgresql_server, tmp_path, 0), Tasks(1)
+    with contextlib.closing(psycopg.connect(postgresql_server.url)) as dump:
+
+        def run(staging):
+            messages = tasks.run(trial.make_sink(), staging)
+            dump.execute(f"LOCK TABLE stagecrew_stage_{staging.run} IN ACCESS SHARE MODE")
+            return messages
+
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
+        assert sorted(trial.visible()) == tasks.expected
+        assert len(trial.leftovers()) == 1
+        assert "LockNotAvailable" in caplog.text
+        dump.commit()
+    assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
+    assert trial.leftovers() == []
+
+
+def test_names_with_percent_signs(postgresql_server, tmp_path):
+    """The name of a column can contain percent signs, which begin a placeholder in psycopg."""
+    trial = postgresql_trial(postgresql_server, tmp_path, 0)
+    table, names = trial.make_sink()._table, ["% a", "%s %(id)s"]
+    with psycopg.connect(postgresql_server.url, autocommit=True) as database:
+        for name in names:
+            psycopg.ClientCursor(database).execute(f'ALTER TABLE {table} ADD COLUMN "{name}" BIGINT')
+    schema = pa.schema([*SCHEMA, *((name, pa.int64()) for name in names)])
+    batch = pa.record_batch([[7], ["a"], [8], [9]], schema=schema)
+    sink = trial.make_sink()
+    commit(sink, trial.commit_log, "d", schema, lambda staging: [sink.stage(staging, 0, 1, iter([batch]))])
+    assert trial.visible() == [(7, "a")]
+    with psycopg.connect(postgresql_server.url) as database:
+        quoted = ", ".join(f'"{name}"' for name in names)
+        assert psycopg.ClientCursor(database).execute(f"SELECT {quoted} FROM {table}").fetchall() == [(8, 9)]
+
+
+def test_a_trigger_that_skips_rows_is_a_refusal(postgresql_server, tmp_path):
+    """If a trigger of the table skips rows, the commit raises CommitConflict and adds none. It can be repeated."""
+    trial, tasks = postgresql_trial(postgresql_server, tmp_path, 0), Tasks(1)
+    table = trial.make_sink()._table
+    with psycopg.connect(postgresql_server.url, autocommit=True) as database:
+        database.execute(f"CREATE FUNCTION skip_{table}() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'")
+        database.execute(
+            f"CREATE TRIGGER skip BEFORE INSERT ON {table} FOR EACH ROW WHEN (NEW.id = 3) "
+            f"EXECUTE FUNCTION skip_{table}()"
+        )
+        with pytest.raises(
+            CommitConflict, match="it added 9 of 10 rows without an error. Look for a trigger or a rule"
+        ):
+            trial.drive(Driver(), tasks, "c")
+        assert trial.visible() == []
+        assert trial.leftovers() == []
+        database.execute(f"DROP FUNCTION skip_{table} CASCADE")
+    trial.drive(Driver(), tasks, "c")
+    assert sorted(trial.visible()) == tasks.expected
+
+
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
 @pytest.mark.parametrize("written_last", ["one", "other"])
 def test_a_refusal_that_races_with_another_drivers_commit_is_consistent(

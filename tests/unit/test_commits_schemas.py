@@ -140,3 +140,20 @@ def test_lost_staged_rows_make_the_commit_pending(tmp_path):
     with pytest.raises(CommitPending, match="10 rows were staged for table target, and 9 of them are there"):
         commit(sink, trial.commit_log, "c", SCHEMA, run_and_lose_a_row, sleep=lambda _: None)
     assert trial.visible() == []
+
+
+def test_a_trigger_that_skips_rows_is_a_refusal(tmp_path):
+    """If a trigger of the table skips rows, the commit raises CommitConflict and adds none. It can be repeated."""
+    trial, tasks = sqlite(tmp_path), Tasks(1)
+    with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
+        database.execute("CREATE TRIGGER skip BEFORE INSERT ON target WHEN NEW.id = 3 BEGIN SELECT RAISE(IGNORE); END")
+
+        with pytest.raises(
+            CommitConflict, match="it added 9 of 10 rows without an error. Look for a trigger or a rule"
+        ):
+            trial.drive(Driver(), tasks)
+        assert trial.visible() == []
+        assert trial.leftovers() == []
+        database.execute("DROP TRIGGER skip")
+    trial.drive(Driver(), tasks)
+    assert sorted(trial.visible()) == tasks.expected

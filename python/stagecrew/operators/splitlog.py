@@ -6,6 +6,7 @@ It needs no Spark session. It pickles splits with PySpark's cloudpickle.
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import itertools
 import pickle
@@ -39,8 +40,8 @@ class SplitLog:
     """A log of splits for each subtask. An evaluation of a subtask reads the log from the beginning, then extends it.
 
     So two evaluations of a subtask see the same splits in the same order, and each split is in exactly one log. When
-    all splits are in logs, the logs are sealed. Two splits are the same if their pickled bytes are equal, or if they are
-    hashable and equal. The pickled bytes refer to the class of a split by its name.
+    all splits are in logs, the logs are sealed. Two splits are the same if their pickled bytes are equal, or if they
+    are hashable and equal. The pickled bytes refer to the class of a split by its name.
 
     The enumerator is an `Enumerator` or an iterable. The first request begins to read it. `on_split` is called for each
     split that the enumerator yields, and returns whether there is time to read ahead.
@@ -107,8 +108,8 @@ class SplitLog:
     def restore(self, state: bytes, subtasks: int | None = None) -> None:
         """Continues from a checkpoint.
 
-        Splits that the enumerator yields again are recognized by their digests, and skipped. If there are fewer subtasks
-        than at the checkpoint, they also read the logs of the others.
+        Splits that the enumerator yields again are recognized by their digests, and skipped. If there are fewer
+        subtasks than at the checkpoint, they also read the logs of the others.
         """
         self._logs = {subtask: [_Split(*one) for one in log] for subtask, log in pickle.loads(state).items()}
         if subtasks is not None:
@@ -195,12 +196,10 @@ _END: Final = object()
 
 
 def _digest(split: Any, packed: bytes) -> bytes:
-    try:
-        # Not the bytes of cloudpickle: for a class of the job's script they contain the class, with an id that differs
-        # in each process.
+    # For a class of the job's script, the bytes of cloudpickle contain the class, with an id that differs in each
+    # process. So they are used only for a split that nothing else can pickle, such as a lambda.
+    with contextlib.suppress(Exception):
         packed = pickle.dumps(split, pickle.HIGHEST_PROTOCOL)
-    except Exception:  # a split that only cloudpickle can pickle, such as a lambda
-        pass
     return hashlib.blake2b(packed, digest_size=16).digest()
 
 

@@ -28,6 +28,10 @@ __all__ = ["DatabaseSink"]
 _COMMITS: Final = "stagecrew_commits"
 
 
+class _RowsSkippedError(Exception):
+    """The table has not added all rows, although all of them are staged."""
+
+
 class DatabaseSink:
     """An existing table in SQLite or PostgreSQL. Readers see all rows of a commit or none.
 
@@ -135,16 +139,17 @@ class DatabaseSink:
 
     def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
         """See `Committer.commit`."""
+        refusals: tuple[type[Exception], ...] = (*self._dialect.refusals(), _RowsSkippedError)
         try:
             with self._transaction() as database:
                 self._add(database, staging, messages)
-        except self._dialect.refusals() as error:
+        except refusals as error:
             with self._transaction() as database:
                 if not self._refuse(database, staging):
                     return  # another driver has committed the same rows
+            reason = str(error) if isinstance(error, _RowsSkippedError) else f"{type(error).__name__}: {error}"
             raise CommitConflict(
-                f"table {self._table} refuses the rows: {type(error).__name__}: {error}. Fix the rows or the "
-                "table, and commit again"
+                f"table {self._table} refuses the rows: {reason}. Fix the rows or the table, and commit again"
             ) from error
 
     def _refuse(self, database: Any, staging: Staging) -> bool:
@@ -189,17 +194,23 @@ class DatabaseSink:
             self._record(database, staging.commit_id, f"{self._mark_prefix}{staging.mark}")
         columns = ", ".join(map(quoted_name, staging.schema.names))
         stage = self._stage_of(staging)
-        insert = f"INSERT INTO {self._table} ({columns}) SELECT {columns} FROM {stage} WHERE {ATTEMPT} = "  # noqa: S608
+        of_attempt = f"FROM {stage} WHERE {ATTEMPT} = "
+        insert = f"INSERT INTO {self._table} ({columns}) SELECT {columns} {of_attempt}"
         if "%" in self._dialect.placeholder:
             insert = insert.replace("%", "%%")  # for psycopg a percent sign begins a placeholder, also inside a name
         insert += self._dialect.placeholder
         for message in messages:
-            moved = database.execute(insert, (message["attempt"],))
-            if moved.rowcount != message["rows"]:
-                raise CommitFailed(
-                    f"{message['rows']} rows were staged for table {self._table}, and {moved.rowcount} of them are "
-                    "there"
+            attempt, rows = (message["attempt"],), message["rows"]
+            added = database.execute(insert, attempt).rowcount
+            if added == rows:
+                continue
+            count = f"SELECT count(*) {of_attempt}{self._dialect.placeholder}"
+            (staged,) = database.execute(count, attempt).fetchone()
+            if staged == rows:
+                raise _RowsSkippedError(
+                    f"it added {added} of {rows} rows without an error. Look for a trigger or a rule"
                 )
+            raise CommitFailed(f"{rows} rows were staged for table {self._table}, and {staged} of them are there")
 
     def done(self, commit_id: str) -> bool:
         """See `Committer.done`."""

@@ -138,7 +138,10 @@ class Postgres:
             connection.execute(statement)
 
     def drop_stage(self, connection: Any, stage: str, transaction: Transaction) -> None:
-        """See `Dialect`. A task that still holds a lock on the table loses its connection."""
+        """See `Dialect`. A task that has written to the table in an open transaction loses its connection.
+
+        A session that only reads the table, such as `pg_dump`, keeps its connection.
+        """
         from psycopg import errors
 
         drop = f"DROP TABLE IF EXISTS {stage}"
@@ -147,12 +150,16 @@ class Postgres:
                 connection.execute(f"SET LOCAL lock_timeout = '{_PATIENCE}s'")
                 connection.execute(drop)
         except errors.LockNotAvailable:
-            connection.execute(
+            terminated = connection.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE relation = to_regclass(%s) AND pid <> "
-                "pg_backend_pid() AND database = (SELECT oid FROM pg_database WHERE datname = current_database())",
+                "pg_backend_pid() AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
+                "AND granted AND mode = 'RowExclusiveLock'",
                 (stage,),
             )
+            if not terminated.rowcount:
+                raise
             with transaction():
+                connection.execute(f"SET LOCAL lock_timeout = '{_PATIENCE}s'")
                 connection.execute(drop)
 
     def refusals(self) -> tuple[type[Exception], ...]:
