@@ -17,6 +17,7 @@ from stagecrew.errors import (
     JobError,
     StateCorrupt,
     StateStorageError,
+    StoreConflict,
 )
 from stagecrew.operators import commit_rollforward
 from stagecrew.operators.commits import commit
@@ -212,13 +213,20 @@ def test_a_refusal_that_cannot_be_written_deletes_nothing(drivers, monkeypatch):
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 2)
 
 
-def started_job(seed, spec=SPEC):
-    """A world with a job, and the driver that has started the job's first run."""
+def submitted_job(seed, spec=SPEC):
+    """A world with a job, and the driver that leads and has not read the job yet."""
     world = World(seed, jobs=1, faults=0)
     world.sink.visible.clear()
     Jobs(world.server.session(), world.storage, lambda: world.clock).submit(spec, "job-0")
     driver = SimDriver(world)
     world.drivers.append(driver)
+    driver.become_leader(driver.campaign())
+    return world, driver
+
+
+def started_job(seed, spec=SPEC):
+    """A world with a job, and the driver that has started the job's first run."""
+    world, driver = submitted_job(seed, spec)
     driver.act()
     return world, driver
 
@@ -365,6 +373,73 @@ def test_a_job_that_cannot_be_started_does_not_stop_the_leader(cancelled):
         ("job-0", 1, False), ("late", 1, False),
     ]  # fmt: skip
     assert not running.dead
+
+
+def test_a_process_that_cannot_be_started_is_not_a_lost_run():
+    """However often the process of a run cannot be started, the job's `max_attempts` are left for later runs.
+
+    A process that was started after all cannot claim the run.
+    """
+    world, driver = submitted_job(29)
+    started = []
+
+    def start(folder, run, term, finish):
+        started.append(run)
+        raise JobError("no process can be started")
+
+    driver.start = start
+    poll(world, driver, 62)
+    assert len(started) > 4
+    record, _ = driver.jobs.read("job-0")
+    assert (record.state, record.run) == ("submitted", 0)
+    for run in started:
+        with pytest.raises(StoreConflict):
+            FencedJobs(world.server.session(), world.storage).claim_run(run, {"pid": 7, "host": "here"})
+    del driver.start
+    poll(world, driver, 62)
+    record, _ = driver.jobs.read("job-0")
+    assert (record.state, record.run) == ("succeeded", 1)
+
+
+def test_a_process_that_was_started_and_claimed_is_counted():
+    """If the leader gets an error although the process of a run was started and has claimed the run, the run counts."""
+    world, driver = submitted_job(30)
+
+    def start(folder, run, term, finish):
+        FencedJobs(world.server.session(), world.storage).claim_run(run, {"pid": 7, "host": "here"})
+        raise JobError("interrupted")
+
+    driver.start = start
+    driver.act()
+    record, _ = driver.jobs.read("job-0")
+    assert (record.state, record.run) == ("running", 1)
+
+
+def test_the_job_that_was_submitted_first_starts_first():
+    """If there is no room for all jobs, the jobs that were submitted first start first, whatever their ids are.
+
+    Processes that finish the commits of ending jobs come before them.
+    """
+    world, driver = submitted_job(31)
+    jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
+    driver.reconciler._at_once = 1
+    for job in ("z", "a", "b"):
+        world.clock += 1.0
+        jobs.submit(JobSpec(f"{job}.py", (), {}, {}, b"", 2), job)
+    begun = []
+
+    def start(folder, run, term, finish):
+        begun.append((run.job, finish))
+        return SimProcess(world, run, term, finish)
+
+    driver.start = start
+    driver.act()
+    jobs.cancel("b")
+    for _ in range(3):
+        driver.act()
+        driver.reconciler.processes[begun[-1][0]].die()
+        driver.act()  # a job whose process was lost is paused for a second
+    assert begun == [("job-0", False), ("b", True), ("z", False), ("a", False)]
 
 
 def poll(world, driver, seconds, polls_per_second=5):

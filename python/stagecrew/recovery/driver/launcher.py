@@ -80,6 +80,8 @@ class Launcher:
     def start(self, folder: Path, run: Run, term: int, finish: bool) -> RunProcess:
         """Starts a run with the files in `folder`; if `finish`, a process that only finishes the decided commits.
 
+        Raises `JobError` if the process cannot be started.
+
         Deletes the folders that earlier runs have left. So the store must have recorded this run: then no other run of
         the job is alive, even if this leader was replaced while it prepared the folder.
         """
@@ -101,11 +103,17 @@ class Launcher:
                 command += ["--py-files", ",".join(map(str, files))]
             command += [_PROGRAM, *arguments]
         log = folder.parent / f"run-{run.number}{'-finish' if finish else ''}.log"
-        with log.open("ab") as output:
-            popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                env=os.environ | self._environment | {"PYSPARK_PYTHON": python},
-            )  # fmt: skip
+        try:
+            with log.open("ab") as output:
+                popen = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                    env=os.environ | self._environment | {"PYSPARK_PYTHON": python},
+                )  # fmt: skip
+        except OSError as error:
+            raise JobError(
+                f"no process can be started for run {run.number} of job {run.job!r} ({error}): check the limits of "
+                f"processes, memory and open files, and that {command[0]} and {log} can be used"
+            ) from error
         _log.info("job %r: run %d is starting as process %d; its output is in %s", run.job, run.number, popen.pid, log)
         return RunProcess(run, popen, folder, finish)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import math
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
-from stagecrew.errors import LeadershipLost, RecordUnreadable, SessionLost, StoreConflict
+from stagecrew.errors import LeadershipLost, RecordUnreadable, SessionLost, StagecrewError, StoreConflict
 from stagecrew.recovery.driver.process import TERMINATE_TIMEOUT
 from stagecrew.recovery.jobs.record import JobRecord, JobState, Run
 from stagecrew.recovery.jobs.spec import JobSpec
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from stagecrew.recovery.jobs.pruning import PruneResult
 
 __all__ = ["JobReconciler", "RunLauncher"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("stagecrew")
 
@@ -47,6 +51,14 @@ class RunLauncher(Protocol):
         """Starts a run, or a process that only finishes the commits that are decided but not applied."""
 
 
+class _Start(NamedTuple):
+    """The step of a job that starts a process, if there is room. Steps with a lower order come first."""
+
+    job: str
+    order: tuple[int, float]
+    step: Callable[[], None]
+
+
 class JobReconciler:
     """Brings every open job one step closer to its end. Only one thread may use it.
 
@@ -61,8 +73,9 @@ class JobReconciler:
     * A job that has lost `max_attempts` runs starts ending.
     * Any other job is run, if no process of an earlier leader runs it, and fewer than `at_once` processes are running.
 
-    A pass reads only the open jobs, so its cost does not grow with the number of cleaned-up jobs. With `keep`, it also
-    removes a few of the jobs that ended more than `keep` seconds ago.
+    If there is no room for all processes, ending jobs come first, then the jobs that were submitted first. A pass reads
+    only the open jobs, so its cost does not grow with the number of cleaned-up jobs. With `keep`, it also removes a few
+    of the jobs that ended more than `keep` seconds ago.
     """
 
     def __init__(
@@ -100,22 +113,28 @@ class JobReconciler:
         """
         names = self._jobs.open_names()
         self._forget_all_but(names)
-        for job in names:
-            try:
-                self._reconcile_job(job)
-            except (LeadershipLost, SessionLost):
-                raise
-            except StoreConflict:
-                pass  # another process has written the job in the meantime; the next pass reads it again
-            except Exception as error:
-                self._schedule_retry(job)
-                text = f"{type(error).__name__}: {error}"
-                if self._logged_errors.get(job) != text:
-                    self._logged_errors[job] = text
-                    _log.warning(
-                        "job %r cannot continue now and will be retried; other jobs are not affected: %s", job, text
-                    )
+        starts = [start for job in names if (start := self._guard(job, functools.partial(self._reconcile_job, job)))]
+        for start in sorted(starts, key=lambda start: start.order):
+            self._guard(start.job, start.step)
         self._continue_prune()
+
+    def _guard(self, job: str, step: Callable[[], T]) -> T | None:
+        """Calls a step of one job. After an error, logs it, schedules a retry, and returns None."""
+        try:
+            return step()
+        except (LeadershipLost, SessionLost):
+            raise
+        except StoreConflict:
+            pass  # another process has written the job in the meantime; the next pass reads it again
+        except Exception as error:
+            self._schedule_retry(job)
+            text = f"{type(error).__name__}: {error}"
+            if self._logged_errors.get(job) != text:
+                self._logged_errors[job] = text
+                _log.warning(
+                    "job %r cannot continue now and will be retried; other jobs are not affected: %s", job, text
+                )
+        return None
 
     def stop(self) -> None:
         """Terminates all processes, first with SIGTERM, then with SIGKILL. The next leader continues their jobs."""
@@ -132,20 +151,24 @@ class JobReconciler:
 
     # -- One job
 
-    def _reconcile_job(self, job: str) -> None:
+    def _reconcile_job(self, job: str) -> _Start | None:
+        """Does the next step of a job. Returns the step instead if it needs room for another process."""
         process = self._poll_process(job)
         paused = process is None and job in self._retries and self._clock() < self._retries[job][1]
         if paused and not self._jobs.is_cancel_requested(job):
-            return
+            return None
         record, version = self._jobs.read(job)
         if paused and record.state not in (JobState.SUBMITTED, JobState.RUNNING):
-            return  # the cancellation has been handled; the job now waits for its retry
+            return None  # the cancellation has been handled; the job now waits for its retry
         if record.clean:
-            return  # a later leader has cleaned it up since the open jobs were listed
+            return None  # a later leader has cleaned it up since the open jobs were listed
         if record.state.is_terminal:
             self._clean_up(job, record, process)
         elif record.state is JobState.ENDING:
-            self._finish(job, record, process)
+            if process is None:
+                return _Start(job, (0, record.submitted), functools.partial(self._finish, job, record))
+            if not process.finishing:
+                process.kill()  # safe at any time: the store has refused its writes since the job began to end
         elif self._jobs.is_cancel_requested(job):
             self._jobs.start_ending(job, (record, version), JobState.CANCELLED, "it was cancelled by a user")
             self._retries.pop(job, None)
@@ -154,7 +177,8 @@ class JobReconciler:
         elif process is None:
             claim = self._jobs.claim_version(job)
             if self._check_process_gone(job):
-                self._run(job, record, version, claim)
+                return _Start(job, (1, record.submitted), functools.partial(self._run, job, record, version, claim))
+        return None
 
     def _clean_up(self, job: str, record: JobRecord, process: RunProcess | None) -> None:
         if process is None:
@@ -166,12 +190,12 @@ class JobReconciler:
             )
             process.kill()
 
-    def _finish(self, job: str, record: JobRecord, process: RunProcess | None) -> None:
-        if process is not None and not process.finishing:
-            process.kill()  # safe at any time: the store has refused its writes since the job began to end
-        elif process is None and self._has_room() and self._check_process_gone(job):
+    def _finish(self, job: str, record: JobRecord) -> None:
+        if self._has_room() and self._check_process_gone(job):
             folder = self._launcher.prepare(self._spec_or_placeholder(job), job)
-            self._start(folder, lambda: self._jobs.start_finishing(job, record.run), finish=True)
+            with self._deleted_on_error(folder):
+                run = self._jobs.start_finishing(job, record.run)
+                self.processes[job] = self._launcher.start(folder, run, self._term, finish=True)
 
     def _run(self, job: str, record: JobRecord, version: int, claim: int) -> None:
         if job in self._retries or record.run >= record.max_attempts:
@@ -183,12 +207,19 @@ class JobReconciler:
             self._jobs.start_ending(job, (record, version), JobState.FAILED, reason)
         elif self._has_room():
             folder = self._launcher.prepare(self._jobs.spec(job), job)
-            self._start(folder, lambda: self._jobs.start_run(job, (record, version), claim), finish=False)
+            with self._deleted_on_error(folder):
+                run = self._jobs.start_run(job, (record, version), claim)
+                try:
+                    self.processes[job] = self._launcher.start(folder, run, self._term, finish=False)
+                except BaseException:
+                    with contextlib.suppress(StagecrewError):
+                        self._jobs.undo_start(run, record)  # a process that cannot be started is not a lost run
+                    raise
 
-    def _start(self, folder: Path, record_run: Callable[[], Run], finish: bool) -> None:
+    @contextlib.contextmanager
+    def _deleted_on_error(self, folder: Path) -> Iterator[None]:
         try:
-            run = record_run()
-            self.processes[run.job] = self._launcher.start(folder, run, self._term, finish)
+            yield
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise

@@ -78,6 +78,19 @@ class FencedJobs(Jobs):
         assert new_claim is not None
         return Run(job, started.run, new_claim)
 
+    def undo_start(self, run: Run, record: JobRecord) -> None:
+        """Restores the record from before `start_run`, because no process could be started for the run.
+
+        The claim is renewed, so that a process that was started after all cannot claim the run. Raises `StoreConflict`
+        if it has already claimed it.
+        """
+        key = job_key(run.job)
+        _, version = self.read(run.job)
+        self._store.transact(
+            Replace(key, record.to_bytes(), version),
+            Replace(f"{key}/claim", unique_value({"run": record.run}), run.claim),
+        )
+
     def start_ending(self, job: str, current: tuple[JobRecord, int], outcome: JobState, reason: str) -> None:
         """Records that a job is ending, and fences its runs. Only a run that `start_finishing` returns can write."""
         record, version = current
