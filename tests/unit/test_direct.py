@@ -247,6 +247,38 @@ def test_a_newer_connection_replaces_the_earlier_one(world: World) -> None:
     assert len(world.channel._directs) == 1
 
 
+def test_a_write_while_the_connection_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that writes to a connection while the reading thread drops it gets no error."""
+    route = world.connect()
+    directs = world.channel._directs
+    poller, errors, writers = directs._poller, [], []
+
+    def write() -> None:
+        try:
+            with directs._sending:
+                directs.write(route, [encode("REPLY", evaluation=1, sequence=1, outcome="ok", payload=bytes(8 << 20))])
+        except BaseException as error:
+            errors.append(error)
+
+    class SlowPoller:
+        """Another thread writes while the descriptor is no longer registered."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(poller, name)
+
+        def unregister(self, descriptor: int) -> None:
+            poller.unregister(descriptor)
+            writers.append(threading.Thread(target=write))
+            writers[0].start()
+            writers[0].join(0.3)
+
+    monkeypatch.setattr(directs, "_poller", SlowPoller())
+    world.jvm.send("LOST", executor="1", reason="Spark removed it")
+    eventually(lambda: world.host.named("lost"))
+    writers[0].join(10)
+    assert errors == []
+
+
 def test_without_the_drivers_jvm_there_is_no_direct_connection(world: World) -> None:
     """If the driver's JVM is lost, everything fails, and executors see the end of their connections."""
     world.connect()

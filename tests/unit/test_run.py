@@ -283,6 +283,14 @@ def test_secrets_are_passed_to_spark_in_a_file(tmp_path, monkeypatch):
     assert not properties.parent.exists()
 
 
+def test_a_process_that_cannot_be_started_is_a_job_error(tmp_path, monkeypatch):
+    """If the system cannot start the process of a run, the error says so, and what to check."""
+    monkeypatch.setattr(launcher_module, "found_spark_submit", lambda: str(tmp_path / "gone"))
+    launcher = Launcher("sqlite:///x", "/y", tmp_path)
+    with pytest.raises(JobError, match=r"no process can be started for run 2 of job 'job' \(.*: check the limits of"):
+        launcher.start(launcher.prepare(JobSpec("a.py"), "job"), Run("job", 2, 5), 2, finish=False)
+
+
 def test_a_job_keeps_its_own_plugins():
     """The launcher adds stagecrew's plugin and jar to the job's own plugins and jars."""
     properties = launcher_module._properties(JobSpec("a.py", (), {"spark.plugins": "x.Y", "spark.jars": "/x.jar"}))
