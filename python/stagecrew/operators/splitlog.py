@@ -118,7 +118,7 @@ class SplitLog:
         self._restored = {split.digest for split in itertools.chain.from_iterable(self._logs.values())}
 
     def _take(self, host: str, watermarks: WatermarkGroup[Any] | None) -> _Split | None:
-        """Returns a split that may be assigned now. None if there is none, or if no split may be assigned yet."""
+        """Returns a split that may be assigned now, or None. If the log is not sealed then, the request must wait."""
         wanted = 1 if self._locations is None else _AHEAD
         while len(self._ahead) < wanted and (found := self._next()) is not None:
             self._ahead.append(found)

@@ -9,7 +9,7 @@ import org.apache.spark.stagecrew.spark.{Handler, Peer, Reply, Rpc}
 import org.apache.spark.stagecrew.wire.{Frame, Frames}
 
 class CoordinationSuite extends AnyFunSuite {
-  test("an executor is told at once that the driver's Python is not connected") {
+  test("an executor gets LOST at once if the driver's Python is not connected") {
     val sc = new SparkContext(new SparkConf(false).setMaster("local[1]").setAppName("t").set("spark.ui.enabled", "false"))
     try {
       val coordination = new Coordination(new Settings(new SparkConf(false)), () => new File("/unused"))
