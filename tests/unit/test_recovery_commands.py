@@ -284,10 +284,10 @@ def test_a_record_of_a_newer_stagecrew(places):
     run("submit", "--id", "new", "--arg", "day=1", "etl:load")
     with stored_jobs() as jobs:
         jobs._store.transact(
-            Replace("jobs/new", JobRecord("d", 1, 0.0).to_bytes().replace(b'"format": 2', b'"format": 3'), 0)
+            Replace("jobs/new", JobRecord("d", 1, 0.0).to_bytes().replace(b'"format": 3', b'"format": 4'), 0)
         )
     outcome = run("result", "new")
-    assert (outcome.exit_code, "format 3" in outcome.stderr) == (1, True)
+    assert (outcome.exit_code, "format 4" in outcome.stderr) == (1, True)
 
 
 def test_leader(places):

@@ -17,7 +17,7 @@ from stagecrew.errors import CheckpointFailed, ConfigurationError
 
 __all__ = ["NOTHING", "Checkpoint", "PendingCheckpoint", "TakenState"]
 
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 
 
 #: A coordinator's state, and the subtasks that have had an evaluation, one bit each.

@@ -12,7 +12,7 @@ from stagecrew.errors import JobError, RecordUnreadable, StoreUnsupported
 
 __all__ = ["JobRecord", "JobState", "Run"]
 
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 #: The maximum number of characters stored of a reason.
 _MAX_REASON: Final = 2000
 
