@@ -148,7 +148,7 @@ class WatermarkGroup(Generic[S]):
 
     def _plus_drift(self, watermark: Any) -> Any:
         try:
-            return comparable_time(watermark) + self.drift
+            return watermark + self.drift
         except OverflowError:  # near the largest datetime
             return None
 
@@ -163,5 +163,5 @@ class WatermarkGroup(Generic[S]):
             True if the event time is within the drift of the slowest source, and of `beside`.
         """
         event_time = comparable_time(event_time)
-        limits = [self.limit, None if beside is None else self._plus_drift(beside)]
+        limits = [self.limit, None if beside is None else self._plus_drift(comparable_time(beside))]
         return all(limit is None or bool(event_time <= limit) for limit in limits)
