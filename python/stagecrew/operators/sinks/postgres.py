@@ -144,11 +144,13 @@ class Postgres:
         """
         from psycopg import errors
 
-        drop = f"DROP TABLE IF EXISTS {stage}"
-        try:
+        def drop() -> None:
             with transaction():
                 connection.execute(f"SET LOCAL lock_timeout = '{_PATIENCE}s'")
-                connection.execute(drop)
+                connection.execute(f"DROP TABLE IF EXISTS {stage}")
+
+        try:
+            drop()
         except errors.LockNotAvailable:
             terminated = connection.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE relation = to_regclass(%s) AND pid <> "
@@ -158,9 +160,7 @@ class Postgres:
             )
             if not terminated.rowcount:
                 raise
-            with transaction():
-                connection.execute(f"SET LOCAL lock_timeout = '{_PATIENCE}s'")
-                connection.execute(drop)
+            drop()
 
     def refusals(self) -> tuple[type[Exception], ...]:
         """See `Dialect`."""
