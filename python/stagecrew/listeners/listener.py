@@ -202,7 +202,8 @@ class Listener:
         """Returns a context manager around one evaluation of a task in one Python process. An attempt may have several.
 
         The context manager sees the evaluation's exception, or `TaskKilled`. An exception on entry fails the task. An
-        exception on exit is logged and counted.
+        exception on exit is logged and counted. With `Scope.EXECUTOR`, stagecrew does not call `decorate`, because no
+        task runs in the listener's process.
 
         Args:
             task: The attempt.

@@ -48,10 +48,11 @@ def configure(
     """Enables stagecrew in the session that this builder creates, with listeners and operators.
 
     It does **not** start Spark. It appends to `spark.plugins`, `spark.jars` and `spark.stagecrew.jvmListeners`, and
-    never replaces a value. It keeps the values of the builder, even if they are set afterwards, and the values with
-    which the JVM was started (`spark-submit`, PYSPARK_SUBMIT_ARGS, `spark.jars.packages`, spark-defaults.conf). An
-    application that `spark-submit` started does not need `--jars`. With a local master, workers run the driver's
-    Python interpreter unless PYSPARK_PYTHON or `spark.pyspark.python` is set.
+    replaces no value. It keeps the values of the builder, even if they are set afterwards, and the values with which
+    the JVM was started (`spark-submit`, PYSPARK_SUBMIT_ARGS, `spark.jars.packages`, spark-defaults.conf). There is one
+    exception: if the builder starts the JVM, its value of a key replaces the one in spark-defaults.conf. An application
+    that `spark-submit` started does not need `--jars`. With a local master, workers run the driver's Python interpreter
+    unless PYSPARK_PYTHON or `spark.pyspark.python` is set.
 
     Args:
         builder: `SparkSession.builder`.

@@ -42,7 +42,7 @@ class _Address(click.types.StringParamType):
 
 store_option = click.option(
     "--store", envvar="STAGECREW_STORE", required=True, metavar="URL",
-    type=_Address("sqlite:////var/lib/jobs.db (an absolute path) or zookeeper://host:2181/jobs"),
+    type=_Address("sqlite:///var/lib/jobs.db (an absolute path) or zookeeper://host:2181/jobs"),
     help="The store: sqlite:///path or zookeeper://host:port,host:port/chroot. Default: STAGECREW_STORE.",
 )  # fmt: skip
 _state_option = click.option(
