@@ -1,4 +1,4 @@
-"""Opens one database connection per worker, instead of one per batch of rows."""
+"""Opens one database connection in each Python worker, instead of one in each task."""
 
 import os
 import sqlite3
@@ -41,6 +41,6 @@ with stagecrew.crew(spark).topology("names", listeners=[database]) as topology:
     rows = flights.mapInPandas(named, "origin string, flight long, name string").collect()
 
 assert all(row.name for row in rows)
-print(f"{len(rows)} rows, {topology.report.opens} connections, {topology.report.closes} closed")
+print(f"{len(rows)} rows, {topology.report.opens} connections opened, {topology.report.closes} closed")
 spark.stop()
 folder.cleanup()

@@ -1,6 +1,6 @@
-"""Another user of the host, who attacks the ports, sockets and files of a Spark application.
+"""Runs a process of another user, which attacks the ports, sockets and files of a Spark application.
 
-The attacks go only to addresses of the application's own process tree, on this host. They are bounded in number and in
+The attacks go only to ports of the application's own process tree, on 127.0.0.1. They are bounded in number and in
 time, and end with the test.
 """
 
@@ -20,11 +20,11 @@ from support.processes import terminate
 
 __all__ = ["BECOME_NOBODY", "NOBODY", "Strangers", "as_nobody", "files_of"]
 
-#: The user id of `nobody`.
+#: The user id and the group id of `nobody`.
 NOBODY: Final = 65534
 
-#: The first lines of a script. Afterwards the process belongs to nobody. It may import no more modules, because nobody
-#: may not be able to read the interpreter's folder.
+#: The first lines of a script. From then on, the process runs as the user `nobody`. The script must not import other
+#: modules afterwards, because this user may be unable to read the interpreter's folder.
 BECOME_NOBODY: Final = f"""
 import encodings.idna, errno, json, os, random, select, selectors, socket, sys, time
 os.setgroups([])
@@ -32,13 +32,14 @@ os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
 os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
 """
 
-#: Reads targets from the standard input, a line each, and attacks them: `port NUMBER`, `socket PATH` or `file PATH`.
+#: Reads lines from the standard input: `port NUMBER`, `socket PATH` or `file PATH` attacks a target, and `stop` ends the
+#: attack.
 ATTACK: Final = """
 limit, seconds = int(sys.argv[1]), float(sys.argv[2])
 random.seed(20261125)
 ports, counts, received, opened = [], {}, {}, []
 deadline = time.monotonic() + seconds
-held = []  # connections that stay open, with the time when they are closed
+held = []  # open connections: the time when each is closed, its port, and the connection
 lines = b""
 os.set_blocking(0, False)
 
@@ -113,17 +114,20 @@ print(json.dumps({"sent": min(sent, limit), "counts": counts, "received": receiv
 
 
 def as_nobody(script: str, *arguments: str) -> list[str]:
-    """The command line of a Python process that belongs to nobody."""
+    """The command line of a Python process that runs as the user `nobody`."""
     return [sys.executable, "-c", BECOME_NOBODY + script, *arguments]
 
 
 def files_of(process: psutil.Process) -> list[str]:
-    """The files of a process that show its secrets, and that other users must not read."""
+    """The files of a process that could reveal its secrets. Other users must not be able to read them."""
     return [f"/proc/{process.pid}/{name}" for name in ("environ", "mem", "maps", "fd")]
 
 
 class Strangers:
-    """Attacks a process tree while it runs, also processes that start later. Use it as a context manager."""
+    """Attacks all processes of a tree, including those that start later. Use it as a context manager.
+
+    Of the processes' files, it attacks only those of JVMs.
+    """
 
     def __init__(self, pid: int, connections: int, seconds: float) -> None:
         self._pid = pid
@@ -134,7 +138,7 @@ class Strangers:
         self._known: set[str] = set()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._reader = threading.Thread(target=self._read, daemon=True)
-        #: Set when all connections have been opened.
+        #: Set when the attacker has tried to open all connections.
         self.attacked = threading.Event()
         #: The numbers of attacks, and everything that the attacker opened or received. Set at the end.
         self.outcome: dict[str, Any] = {}
@@ -162,7 +166,7 @@ class Strangers:
                 self.outcome = json.loads(line)
 
     def attack_file(self, path: str) -> None:
-        """The attacker tries to open this file or folder."""
+        """Makes the attacker try to open this file or folder."""
         self._send(f"file {path}")
 
     def _watch(self) -> None:

@@ -396,7 +396,7 @@ def test_alignment_names_the_slowest_source():
         found, _ = statistics_after(harness)
         assert found["kind"] == "alignment"
         assert found["waitsFor"].startswith(
-            "its source of subtask 3, which is at 2026-01-01 00:00:00+00:00: 1 other must wait for it, since "
+            "the source of subtask 3, which is at 2026-01-01 00:00:00+00:00: 1 other source must wait for it, since "
         )
         assert found["progress"] == {"slowest": "2026-01-01 00:00:00+00:00", "waiting": "1"}
         slow.finish()

@@ -26,15 +26,15 @@ __all__ = ["Aligner", "Alignment", "AlignmentCoordinator", "align"]
 #: The period, in seconds, of the check for idle sources.
 _IDLE_CHECK: Final = 0.2
 
-#: An evaluation, and one of its sources.
+#: The id of an evaluation, and the name of one of its sources.
 _Source = tuple[int, Any]
 
 
 class AlignmentCoordinator(Coordinator):
     """Holds the watermarks of all sources, and the requests of sources that are too far ahead.
 
-    Every waiting request is checked again after each change, and periodically. So a lost or repeated message cannot
-    block a source forever.
+    The coordinator checks every waiting request after each change, and periodically. So a lost or repeated message
+    cannot block a source forever.
     """
 
     kind = "alignment"
@@ -51,7 +51,7 @@ class AlignmentCoordinator(Coordinator):
         self.context.every(_IDLE_CHECK, self._release, while_live=True)
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> Future[None]:
-        """Handles the watermark of a source. The reply is sent when the source may continue."""
+        """Handles the watermark of a source. Replies when the source may continue."""
         name, watermark = request
         source = self._source_of(evaluation, name)
         self._group.report(source, watermark)
@@ -61,7 +61,7 @@ class AlignmentCoordinator(Coordinator):
         return permission
 
     def handle_event(self, evaluation: Evaluation, event: Any) -> None:
-        """Handles a source that has ended or is idle."""
+        """Handles the message that a source has ended or is idle."""
         kind, name = event
         source = self._source_of(evaluation, name)
         self._waiting.pop(source, None)  # a waiting source sends no events, so its request has timed out
@@ -91,12 +91,9 @@ class AlignmentCoordinator(Coordinator):
         if not self._waiting or (slowest := self._group.slowest_source) is None:
             return ""
         (id_, name), watermark = slowest
-        source = "its source" if name is None else f"source {name!r}"
-        number = len(self._waiting)
-        return (
-            f"{source} of {self._subtasks.get(id_, 'a task')}, which is at {watermark}: {number} "
-            f"other{' must' if number == 1 else 's must'} wait for it"
-        )
+        source = "the source" if name is None else f"source {name!r}"
+        others = "1 other source must" if len(self._waiting) == 1 else f"{len(self._waiting)} other sources must"
+        return f"{source} of {self._subtasks.get(id_, 'a task')}, which is at {watermark}: {others} wait for it"
 
     def _source_of(self, evaluation: Evaluation, name: Any) -> _Source:
         source = (evaluation.id, name)
@@ -142,14 +139,15 @@ class Aligner:
 
     @property
     def subtask(self) -> int | None:
-        """The number of the dataset's partition, from 0."""
+        """The number of the dataset's partition, from 0. None if the partition is empty."""
         return self._gateway.subtask
 
     def advance(self, watermark: Any, source: Any = None, timeout: float | None = None) -> None:
         """Reports that a source has reached a watermark. Waits while the source is too far ahead of the slowest source.
 
         Args:
-            watermark: The event time that the source has reached. No later row of the source has an earlier time.
+            watermark: The event time that the source has reached. All remaining rows of the source
+                have this time or a later one.
             source: The name of the source, if the task has several sources. Any picklable, hashable value.
             timeout: The maximum wait in seconds, by default `spark.stagecrew.request.timeout`.
 
@@ -161,13 +159,13 @@ class Aligner:
             self._gateway.request((source, watermark), timeout)
         except CoordinationTimeout as error:
             raise OperatorFailed(
-                f"source {self._name(source)} waits at {watermark!r}: the slowest source did not advance far enough in "
-                "time. Let a source that has no rows for now call idle(), or set idle_after"
+                f"source {self._name(source)} waited at {watermark!r}: the slowest source did not advance far enough "
+                "in time. Call idle() for a source that has no rows for now, or set idle_after"
             ) from error
         except RequestFailed as error:
             raise OperatorFailed(
                 f"source {self._name(source)} reported {watermark!r}, which cannot be compared with other sources' "
-                f"watermarks: {error.__cause__}. Let all sources report event times of one type"
+                f"watermarks: {error.__cause__}. All sources must report event times of the same type"
             ) from error
 
     def idle(self, source: Any = None) -> None:
@@ -222,17 +220,15 @@ class Alignment:
             The mapped dataset.
 
         Raises:
-            OperatorMisused: If this alignment has already mapped a dataset, because tasks of two datasets would not be
-                aligned; or if `work` is not callable.
+            OperatorMisused: If this alignment has already mapped a dataset, or if `work` is not callable. One alignment
+                is only for the tasks of one dataset.
         """
         if self._is_used:
             raise OperatorMisused(
                 "an alignment aligns the tasks of one dataset only: union the datasets first, and map the union"
             )
         if not callable(work):
-            raise OperatorMisused(
-                f"an alignment maps a function work(aligner, batches), not {type(work).__name__}: pass a function"
-            )
+            raise OperatorMisused(f"Alignment.map needs a function work(aligner, batches), not {type(work).__name__}")
         mapped = self._operator.map(dataset, lambda gateway, batches: work(Aligner(gateway), batches), schema)
         self._is_used = True  # set last, so that a refused call does not use up the alignment
         return mapped
@@ -243,8 +239,5 @@ def align(scope: Scope, name: str, drift: Any, idle_after: float | None) -> Alig
     from stagecrew.coordination.operator import Operator
 
     if idle_after is not None and not idle_after > 0:
-        raise OperatorMisused(
-            "idle_after is the number of seconds after which a silent source no longer holds back others: a positive "
-            f"number, not {idle_after!r}"
-        )
+        raise OperatorMisused(f"idle_after must be a positive number of seconds, not {idle_after!r}")
     return Alignment(Operator(scope, name, lambda context: AlignmentCoordinator(context, drift, idle_after), name))

@@ -1,4 +1,4 @@
-"""The dialect of PostgreSQL, through psycopg."""
+"""The PostgreSQL dialect, which uses psycopg."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stagecrew.operators.sinks.dialect import ATTEMPT, BUSY, Transaction, quoted
 
 __all__ = ["Postgres"]
 
-#: The sink gives up a connection after this many seconds without a packet from the server's host.
+#: The sink drops a connection after this many seconds without a packet from the server's host.
 _SILENCE: Final = 60
 #: How many seconds to wait for a task that is still staging rows after its commit has ended.
 _PATIENCE: Final = 5
@@ -29,7 +29,7 @@ class Postgres:
 
     def __init__(self, url: str, table: str) -> None:
         if _is_misread(url.partition("://")[2]):
-            raise OperatorMisused(f"the url of the database of table {table} has an @ after its first /: {_ESCAPE}")
+            raise OperatorMisused(f"the database url for table {table} has an @ in its path: {_ESCAPE}")
         self._url, self._table = url, table
 
     def place(self) -> str:
@@ -42,16 +42,14 @@ class Postgres:
         return " ".join(f"{name}={known[name]}" for name in names if known.get(name))
 
     def _parts(self) -> dict[str, Any]:
-        """The parts of the url, as libpq, the server's client library, reads them."""
+        """The parts of the url, as libpq, PostgreSQL's client library, reads them."""
         import psycopg
         from psycopg.conninfo import conninfo_to_dict
 
         try:
             return dict(conninfo_to_dict(self._url))
         except psycopg.Error:  # the text of this error contains parts of the url
-            raise OperatorMisused(
-                f"the url of the database of table {self._table} cannot be parsed: {_ESCAPE}"
-            ) from None
+            raise OperatorMisused(f"the database url for table {self._table} cannot be parsed: {_ESCAPE}") from None
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[Any]:
@@ -69,13 +67,14 @@ class Postgres:
                 "server and the url"
             ) from reason
         with connection as database:
-            # A driver that is suspended in a transaction blocks the others for no longer than this.
+            # A driver waits for a lock for at most BUSY seconds. The server ends a session that is idle in a
+            # transaction for longer, for example because its driver is suspended.
             database.execute(f"SET lock_timeout = '{BUSY}s'")
             database.execute(f"SET idle_in_transaction_session_timeout = '{BUSY}s'")
             yield database
 
     def _without_password(self, error: Exception) -> Exception:
-        """The error on one line, without passwords, because its text may repeat parts of the url."""
+        """Returns the error on one line, without passwords: its text may repeat parts of the url."""
         rest = self._url.partition("://")[2]
         password = rest.partition("/")[0].rpartition("@")[0].partition(":")[2]
         if "@" in password:  # for libpq, the host begins after the first @
@@ -88,7 +87,7 @@ class Postgres:
         return type(error)(text)
 
     def _timeouts(self) -> dict[str, Any]:
-        """The settings that end a wait for a vanished host, unless the url has them."""
+        """The settings that limit how long libpq waits for an unreachable host. Those in the url take precedence."""
         given = self._parts()
         timeouts = {
             "connect_timeout": BUSY,
@@ -138,7 +137,7 @@ class Postgres:
             connection.execute(statement)
 
     def drop_stage(self, connection: Any, stage: str, transaction: Transaction) -> None:
-        """See `Dialect`. A task that has written to the table in an open transaction loses its connection.
+        """See `Dialect`. If a task's open transaction has written to the table, the task's connection is closed.
 
         A session that only reads the table, such as `pg_dump`, keeps its connection.
         """
@@ -176,7 +175,7 @@ class Postgres:
 
 
 def _is_misread(rest: str) -> bool:
-    """Whether libpq would take part of a password for a port or a database's name, which messages show."""
+    """Returns whether libpq would read a part of a password as a port or a database name, which messages show."""
     authority, _, path = rest.partition("/")
     if "@" in path.partition("?")[0]:
         return True

@@ -27,7 +27,7 @@ class Acquired:
 
     term: int
     requested_at: float
-    #: The timeout of the session, see `Store.timeout`.
+    #: The session timeout (see `Store.timeout`); None if the session has none.
     timeout: float | None = None
 
 
@@ -46,7 +46,7 @@ class Renewed:
 
 @dataclasses.dataclass(frozen=True)
 class NoResponse:
-    """The outcome is unknown: the store was unavailable, or its response was lost."""
+    """The request failed. If `error` is a `PossiblyInconsistentError`, its outcome is unknown."""
 
     error: Exception | None = None
 
@@ -60,7 +60,7 @@ class Suspended:
 class Lost:
     """Leadership must end, because the session has ended or for another reason.
 
-    Ends only `term`; any term if `term` is None.
+    This event ends leadership only in `term`. If `term` is None, it ends leadership in any term.
     """
 
     reason: str
@@ -97,24 +97,25 @@ class Revoked:
 
 
 class Election:
-    """The role of one process: follower, leader, follower again. A process that resigned stays a follower.
+    """The role of one process: follower, leader, follower again. A process that has resigned stays a follower.
 
-    It has no clock, socket or thread. The caller passes it all events, with the times of a monotonic clock.
+    It has no clock, socket or thread. The caller passes all events to it, with times from a monotonic clock.
 
-    * Each term is granted once and revoked once, and terms only grow. After a revocation, or a
-      `Suspended` or `Lost` of a follower, only an acquisition that was requested later counts.
+    * Each term is granted at most once, and a granted term is revoked at most once. Terms only grow. After a
+      revocation, or after a `Suspended` or `Lost` event while this process follows, only an acquisition that was
+      requested later counts.
     * `Suspended`, `Lost` and `Resigned` end leadership immediately. If the store does not respond, leadership ends at
       the deadline: two thirds of the session timeout after the last acknowledged request was *sent*. A response after
       the deadline does not restore leadership.
 
-    Not promised: that only one process believes that it leads. The store can already have another leader. If a leader
-    notices the end of its term late, its writes are stopped by the fence, not by this class.
+    Not promised: at most one process believes that it leads. Another process may already have the next term. If a
+    leader notices the end of its term late, the fence rejects its writes; this class does not.
     """
 
     def __init__(self) -> None:
         #: The term in which this process leads; None while it follows.
         self.term: int | None = None
-        #: When leadership ends unless it is renewed; None if only an event ends it.
+        #: When leadership ends unless it is renewed; None while it follows, or if its session has no timeout.
         self.deadline: float | None = None
         self.resigned = False
         self._timeout: float | None = None
@@ -126,7 +127,7 @@ class Election:
         return self.term is not None and (self.deadline is None or now < self.deadline)
 
     def handle(self, event: ElectionEvent, now: float) -> Granted | Revoked | None:
-        """Handles an event. Returns the change of leadership that follows from it, or None."""
+        """Handles an event. Returns the resulting change of leadership, or None."""
         if isinstance(event, Resigned):
             self.resigned = True
             return self._end("it has resigned", now)

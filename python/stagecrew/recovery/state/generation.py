@@ -1,4 +1,7 @@
-"""The sweep generation: a number that sweeps advance, and that each write of a state checks in its transaction."""
+"""The sweep generation: a number that a sweep increments before it deletes states.
+
+Each write of a state checks the number in its transaction.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from stagecrew.recovery.stores.contract import Create, Replace, Store
 
 __all__ = ["GENERATION", "Generation", "advance_generation", "read_generation"]
 
-#: Its version is the generation. Its value is the name of the store, so that stores which share a storage use separate
-#: folders.
+#: The key of the entry whose version is the generation. Its value contains the id of the store, so that stores that
+#: share one storage use separate folders.
 GENERATION: Final = "sweep/generation"
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """The number of times that a sweep has advanced the generation, and the name of the store."""
+    """The number of times that sweeps have advanced the generation, and the id of the store."""
 
     number: int
     store: str
 
     def folder(self, root: str) -> str:
-        """Returns the folder in the storage that contains the states of a root."""
+        """Returns the storage folder for the states of a root."""
         return f"{self.store}/{quoted(root)}"
 
 
@@ -41,7 +44,7 @@ def read_generation(store: Store) -> Generation:
             store.transact(Create(GENERATION, _encode(uuid.uuid4().hex)))
         entry = store.read(GENERATION)
         if entry is None:
-            raise StoreUnavailable(f"{GENERATION} could not be created: no state was written yet; try again")
+            raise StoreUnavailable(f"the entry {GENERATION} could not be created, and nothing was written: try again")
     name = decode_fields(GENERATION, entry.value).get("store")
     if not isinstance(name, str):
         raise StateCorrupt(
@@ -59,7 +62,7 @@ def advance_generation(store: Store) -> None:
     except StoreConflict as error:
         if error.why != "version":
             raise
-        # Another sweep has advanced it since it was read here, which serves the same purpose.
+        # Another sweep has advanced the generation since this call read it. That is enough.
 
 
 def _encode(store: str) -> bytes:

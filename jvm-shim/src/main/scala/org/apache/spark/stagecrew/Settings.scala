@@ -5,7 +5,8 @@ import scala.jdk.CollectionConverters._
 import org.apache.spark.SparkConf
 import partitions._
 
-/** The values of stagecrew's configuration keys. `conf.py` documents the same keys; a test compares them. */
+/** The values of stagecrew's configuration keys. `conf.py` documents the same keys. A test checks that both files
+  * have the same keys and defaults. */
 final class Settings(conf: SparkConf) {
   import Settings._
 
@@ -14,7 +15,7 @@ final class Settings(conf: SparkConf) {
   val openTimeoutMs: Long = time(OpenTimeout)
   val closeTimeoutMs: Long = time(CloseTimeout)
   val shutdownTimeoutMs: Long = time(ShutdownTimeout)
-  /** How Python processes connect: "unix", "tcp", or "auto", which means a Unix socket if possible. */
+  /** How Python processes connect to their executor: "unix", "tcp", or "auto": with a Unix socket if possible. */
   val channel: String = conf.get(Channel, defaults(Channel)) match {
     case "auto" if !conf.getBoolean("spark.python.unix.domain.socket.enabled", true) => "tcp"
     case kind @ ("auto" | "unix" | "tcp") => kind
@@ -26,7 +27,7 @@ final class Settings(conf: SparkConf) {
   val reportIntervalMs: Long = time(ReportInterval)
   val processesIntervalMs: Long = conf.getTimeAsMs(ProcessesInterval, defaults(ProcessesInterval))
   if (processesIntervalMs < 0) throw new IllegalArgumentException(
-    s"$ProcessesInterval=${conf.get(ProcessesInterval)}: it must be a time, or 0 for no samples")
+    s"$ProcessesInterval=${conf.get(ProcessesInterval)}: it must be a positive time, or 0 to take no samples")
   val mailboxEvents: Int = number(MailboxEvents)
   val mailboxBytes: Long = positive(MailboxBytes, conf.getSizeAsBytes(MailboxBytes, defaults(MailboxBytes)))
   val retainedTopologies: Int = number(RetainedTopologies)
@@ -81,7 +82,7 @@ object Settings {
   /** Every key with its default. A test compares them with `conf.py`. */
   def known: JMap[String, String] = new JLinkedHashMap(defaults.asJava)
 
-  /** Keys with our prefix that stagecrew does not know. They are probably misspelt. */
+  /** The keys that start with `Prefix`, but are not known. They are probably misspelled. */
   def unknown(conf: SparkConf): Seq[String] =
     conf.getAll.toSeq.map(_._1).filter(key => key.startsWith(Prefix) && !defaults.contains(key)).sorted
 }

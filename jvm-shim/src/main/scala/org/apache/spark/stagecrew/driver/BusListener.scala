@@ -8,14 +8,15 @@ import org.apache.spark.sql.execution.ui.{SparkListenerSQLExecutionEnd, SparkLis
 import org.apache.spark.sql.streaming.StreamingQueryListener.{QueryStartedEvent, QueryTerminatedEvent}
 import executor._, spark._, wire._
 
-/** When the driver handles this event, it has handled all events that were posted before it. */
+/** When the driver handles this event, it has handled all earlier events that Spark did not drop. */
 private[stagecrew] final case class FlushMarker(latch: CountDownLatch) extends NotLogged
 
 /** The set of executors on which topologies are closing has changed: see `ExecutorPinning`. */
 private[stagecrew] final case class PinningChanged() extends NotLogged
 
 /** Passes Spark's events to the driver's loop. Spark may drop events, so the driver uses them only to react quickly,
-  * and does not rely on them. Also counts failed opens, which executors report in messages, until their stage ends. */
+  * and does not rely on them. It also counts failed opens, which executors report in messages, and forgets the counts
+  * of a stage when no running job has the stage. */
 private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListener {
   import crew.{executions, inLoop, topologies}
 
@@ -65,12 +66,13 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
       crew.endExecution(Executions.ofQuery(ended.runId.toString))
     }
     case FlushMarker(latch) => inLoop(latch.countDown())
-    case PinningChanged() => crew.pinning.notifySpark() // on the bus's own thread
+    case PinningChanged() => crew.pinning.notifySpark() // not in the loop
     case _ => ()
   }
 
-  /** Handles an executor's OPEN_FAILED message: an attempt could not open its listeners. When a partition has as many
-    * such attempts as Spark allows failures, the driver cancels the stage with the cause. Called in the loop. */
+  /** Handles an executor's OPEN_FAILED message: an attempt could not open its listeners. When the number of
+    * such attempts of a partition reaches `spark.task.maxFailures`, the driver cancels the stage with the error. Called
+    * in the loop. */
   def openFailed(frame: Frame): Unit = {
     val key = (frame.long("stage").toInt, frame.long("partition").toInt)
     val attempts = openFailures.getOrElseUpdate(key, mutable.HashSet.empty)
