@@ -57,8 +57,8 @@ def connection(monkeypatch):
 
 @pytest.fixture
 def gateway(connection):
-    """A gateway whose send window is full: it has sent WINDOW messages, none of them handled. Its request timeout is
-    30 s."""
+    """A gateway whose send window is full: it has sent WINDOW messages, and the coordinator has handled none of them. Its
+    request timeout is 30 s."""
     context = types.SimpleNamespace(
         taskAttemptId=lambda: 1, attemptNumber=lambda: 0, stageId=lambda: 0, partitionId=lambda: 0
     )
@@ -70,8 +70,8 @@ def gateway(connection):
 
 
 def test_a_send_without_room_fails_after_the_request_timeout(gateway, connection):
-    """If the send window stays full, a send asks for HANDLED, and fails after the request timeout with an error that
-    names the operator and the backlog."""
+    """If the send window stays full, a send requests a HANDLED report. After the request timeout, it fails with an error
+    that names the operator and the backlog."""
     with pytest.raises(
         stagecrew.errors.CoordinationTimeout,
         match=f"'the operator' has {WINDOW} unhandled messages of this task .{2 * WINDOW} bytes.* within 30 s",
@@ -126,8 +126,8 @@ def test_a_late_reply_is_dropped(gateway, connection):
 
 
 def test_more_events_are_requested_while_one_is_handled(gateway, connection):
-    """If credit is low when a thread takes the last event, more credit is given immediately, so that other waiting
-    threads do not starve while this thread handles the event."""
+    """If credit is low when a thread takes the last event, the gateway grants more credit immediately. Otherwise
+    other waiting threads would starve while this thread handles the event."""
 
     def arrive(*events):
         gateway._handle(Frame("EVENTS", {"first": 1, "payloads": events}))
@@ -166,8 +166,7 @@ def test_the_end_reaches_all_receivers(gateway):
 
 @pytest.mark.parametrize("call", [lambda gateway: next(gateway.events()), lambda gateway: gateway.request(b"x", 60)])
 def test_the_end_of_an_evaluation_wakes_a_waiting_thread(gateway, connection, call):
-    """A waiting thread is woken with EvaluationEnded when the evaluation ends, so it does not linger in the worker
-    process."""
+    """When the evaluation ends, a waiting thread gets EvaluationEnded, so it does not stay in the worker process."""
     gateway._handle(Frame("HANDLED", {"sequence": WINDOW}))
 
     def wait(found, _seconds):
@@ -182,7 +181,8 @@ def test_the_end_of_an_evaluation_wakes_a_waiting_thread(gateway, connection, ca
 
 
 def test_a_failed_evaluation_waits_until_the_driver_has_its_last_events(gateway, connection):
-    """The failure is raised after the driver has acknowledged it, so that Spark does not report the failure before."""
+    """`_finish` waits until the driver has acknowledged the failure. Otherwise Spark could report the failure before the
+    driver has the last events."""
     connection.next_frame = Frame("REPLY", {"sequence": WINDOW + 1, "outcome": "ok", "payload": b""})
     gateway._finish("failed", "ValueError: on purpose")
     assert connection.frames[-1] == "FINISH"
@@ -191,14 +191,14 @@ def test_a_failed_evaluation_waits_until_the_driver_has_its_last_events(gateway,
 
 
 def test_the_reason_of_a_failure_can_be_any_text(gateway, connection):
-    """A failure whose message has a lone surrogate is reported, and does not replace the user's exception."""
+    """A failure whose message has a lone surrogate is reported. No encoding error replaces the user's exception."""
     gateway._finish("failed", "ValueError: no file \udcff")
     assert connection.frames[-1] == "FINISH"
 
 
 @pytest.mark.parametrize("reply", [None, Frame("ABORT", {"reason": "Spark has killed its attempt"})])
 def test_a_failed_evaluation_waits_for_a_short_time_only(gateway, connection, reply):
-    """If the driver does not acknowledge the failure, or the attempt was killed, the failure is raised nevertheless."""
+    """`_finish` returns even if the driver does not acknowledge the failure, or if the attempt was killed."""
     connection.next_frame = reply
     gateway._finish("failed", "ValueError: on purpose")
     assert connection.waits == [1.0]
