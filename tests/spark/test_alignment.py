@@ -274,14 +274,21 @@ def test_a_rejected_call_does_not_use_up_a_name_or_an_alignment(cluster):
 
 
 def test_invalid_arguments_are_rejected(cluster):
-    """An `idle_after` of zero, a non-function, event times that go back and a closed topology are rejected."""
+    """Each invalid argument is rejected.
+
+    They are: an `idle_after` that is not a positive number, a non-function, event times that go back, and a closed
+    topology.
+    """
     with stagecrew.crew(cluster).topology("t") as topology:
-        with pytest.raises(stagecrew.errors.OperatorMisused, match="idle_after is the number of seconds"):
-            topology.align("a", DRIFT, idle_after=0)
-        with pytest.raises(stagecrew.errors.OperatorMisused, match="maps a function work"):
+        for wrong in (0, -1, float("nan"), "30"):
+            with pytest.raises(stagecrew.errors.OperatorMisused, match="idle_after must be a positive number of sec"):
+                topology.align("a", DRIFT, idle_after=wrong)
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="needs a function work"):
             topology.align("b", DRIFT).map(cluster.range(2), 7, "a long")
         with pytest.raises(stagecrew.errors.OperatorMisused, match="event_time is a function"):
             stagecrew.operators.EventTimeSplits({"a": []}, 7, DRIFT)
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="idle_after must be a positive number of seconds"):
+            stagecrew.operators.EventTimeSplits({"a": []}, lambda at: at, DRIFT, "30")
         with (
             pytest.raises(stagecrew.errors.CoordinatorFailed, match="source 'a' goes back in time"),
             stagecrew.crew(cluster).topology("inner") as inner,

@@ -195,3 +195,38 @@ def test_a_failed_topology_refuses_bindings():
     with pytest.raises(stagecrew.errors.CoordinatorFailed, match="while it is made"):
         operators.add("o", failing, host)
     operators.close("the topology has ended")
+
+
+@pytest.mark.parametrize("moment", ["the factory runs", "the binding is not served yet"])
+@pytest.mark.parametrize("method", ["add", "add_transient"])
+def test_a_topology_that_ends_while_an_operator_is_used(method, moment, monkeypatch):
+    """If another thread ends the topology while a use is created, the use is refused, and its coordinator closes once.
+
+    Nothing of the use is left.
+    """
+    closes = []
+    operators, host = Operators(RecordingTopology(), lambda: 5.0), Host(DroppingWire(), 1 << 20, 30.0)
+
+    def end_topology():
+        other = threading.Thread(target=operators.close, args=("the topology has ended",))
+        other.start()
+        other.join(10)
+        assert not other.is_alive()
+
+    class Closes(RecordsGateways):
+        def __init__(self, context):
+            super().__init__(context)
+            if moment == "the factory runs":
+                end_topology()
+
+        def close(self):
+            closes.append(self)
+
+    if moment == "the binding is not served yet":
+        add = host.add
+        monkeypatch.setattr(host, "add", lambda binding: (end_topology(), add(binding)))
+    with pytest.raises(stagecrew.errors.TopologyError, match="topology 't' has ended in another thread"):
+        getattr(operators, method)("o", Closes, host)
+    assert len(closes) == 1
+    assert not host._liveness.bindings
+    assert operators._table.all() == []

@@ -127,6 +127,14 @@ class BindingTable:
         """Removes the transient binding with this id. Returns a list of this binding, or an empty list if not found."""
         return [self.transient.pop(key) for key, binding in tuple(self.transient.items()) if binding.id == id_]
 
+    def discard(self, binding: Binding) -> bool:
+        """Removes a binding. Returns whether the table had it."""
+        for bindings_by_key in (self.used, self.transient):
+            for key in [key for key, one in bindings_by_key.items() if one is binding]:
+                del bindings_by_key[key]
+                return True
+        return False
+
     def clear(self) -> list[Binding]:
         """Removes every binding, and returns them."""
         bindings = self.all()

@@ -17,7 +17,7 @@ from stagecrew.coordination.contract import NO_CHECKPOINT, Coordinator
 from stagecrew.coordination.program_path import Place, Uses, unused
 from stagecrew.coordination.threads import Threads
 from stagecrew.coordination.topology_checkpoints import TopologyCheckpoints
-from stagecrew.errors import CoordinatorFailed
+from stagecrew.errors import CoordinatorFailed, TopologyError
 
 if TYPE_CHECKING:
     from stagecrew.coordination.context import CoordinatorContext
@@ -124,6 +124,7 @@ class Operators:
         Raises:
             CoordinatorFailed: A coordinator of the topology has failed.
             OperatorMisused: The use needs a name and has none, or its name is taken.
+            TopologyError: The topology ended in another thread.
         """
         self.raise_failure()
         with self._lock:
@@ -176,6 +177,19 @@ class Operators:
 
     def _serve(self, binding: Binding, host: Host) -> str:
         host.add(binding)
+        with self._lock:
+            closing = self._closing
+            is_missed = closing and self._table.discard(binding)  # `close` had already taken the bindings
+        if closing:
+            reason = f"topology {self.name!r} has ended"
+            if is_missed:
+                self._end([binding], host, reason)
+            else:
+                host.remove(binding, reason)  # `close` may have removed it before it was added
+            raise TopologyError(
+                f"{reason} in another thread while operator {binding.operator!r} was used; "
+                "use operators inside its `with`"
+            )
         if self.cause is not None:  # a coordinator failed before this binding was added, so `fail` missed it
             host.remove(binding, self._failure_message())
             self.raise_failure()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.errors import CoordinationTimeout, OperatorFailed, OperatorMisused, RequestFailed
+from stagecrew.operators.arguments import check_seconds
 from stagecrew.operators.watermarks import WatermarkGroup
 
 if TYPE_CHECKING:
@@ -152,21 +153,24 @@ class Aligner:
             timeout: The maximum wait in seconds, by default `spark.stagecrew.request.timeout`.
 
         Raises:
-            OperatorFailed: If the slowest source did not advance in time and is not idle, or the watermark cannot be
-                compared with the watermarks of other sources.
+            OperatorFailed: If the permission to continue did not arrive in time, usually because the slowest source did
+                not advance and is not idle. Or if the coordinator rejected the watermark, usually because it cannot
+                be compared with the watermarks of other sources.
         """
         try:
             self._gateway.request((source, watermark), timeout)
         except CoordinationTimeout as error:
             raise OperatorFailed(
-                f"source {self._name(source)} waited at {watermark!r}: the slowest source did not advance far enough "
-                "in time. Call idle() for a source that has no rows for now, or set idle_after"
+                f"source {self._name(source)} waited at {watermark!r}, and may not continue: {error}. If the slowest "
+                "source has no rows for now, call idle() for it, or set idle_after"
             ) from error
         except RequestFailed as error:
-            raise OperatorFailed(
-                f"source {self._name(source)} reported {watermark!r}, which cannot be compared with other sources' "
-                f"watermarks: {error.__cause__}. All sources must report event times of the same type"
-            ) from error
+            if isinstance(error.__cause__, TypeError):
+                raise OperatorFailed(
+                    f"source {self._name(source)} reported {watermark!r}, which cannot be compared with other sources' "
+                    f"watermarks: {error.__cause__}. All sources must report event times of the same type"
+                ) from error
+            raise OperatorFailed(f"source {self._name(source)} could not report {watermark!r}: {error}") from error
 
     def idle(self, source: Any = None) -> None:
         """Reports that a source has no rows for now. Until it advances again, it does not hold back other sources.
@@ -238,6 +242,6 @@ def align(scope: Scope, name: str, drift: Any, idle_after: float | None) -> Alig
     """Implements `Topology.align`."""
     from stagecrew.coordination.operator import Operator
 
-    if idle_after is not None and not idle_after > 0:
-        raise OperatorMisused(f"idle_after must be a positive number of seconds, not {idle_after!r}")
+    if idle_after is not None:
+        check_seconds("idle_after", idle_after)
     return Alignment(Operator(scope, name, lambda context: AlignmentCoordinator(context, drift, idle_after), name))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import pyarrow as pa
 
 from stagecrew.errors import OperatorMisused
+from stagecrew.operators.arguments import check_seconds
 from stagecrew.operators.superstep_context import SuperstepContext
 from stagecrew.operators.superstep_coordinator import StopWhen, SuperstepCoordinator
 from stagecrew.operators.superstep_messages import limited_piece
@@ -82,10 +83,7 @@ def _check(dataset: Any, work: Any, stop_when: Any, timeout: float) -> None:
         raise OperatorMisused(
             f"stop_when is a function of a step's number and its result, not {type(stop_when).__name__}"
         )
-    if not timeout > 0:
-        raise OperatorMisused(
-            f"timeout is how many seconds a step may wait for its last task, a positive number, not {timeout!r}"
-        )
+    check_seconds("timeout", timeout)
     if dataset.sparkSession.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
         raise OperatorMisused(
             "all tasks of a superstep run at once, and Spark refuses that with dynamic allocation: set "

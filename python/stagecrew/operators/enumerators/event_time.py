@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from stagecrew.errors import OperatorFailed, OperatorMisused
+from stagecrew.operators.arguments import check_seconds
 from stagecrew.operators.enumerators.enumerator import SinglePassEnumerator
 from stagecrew.operators.watermarks import comparable_time
 
@@ -61,6 +62,8 @@ class EventTimeSplits:
                 f"event_time is a function of a split, not {type(event_time).__name__}: pass one that returns the "
                 "split's event time"
             )
+        if idle_after is not None:
+            check_seconds("idle_after", idle_after)
         self._sources = {
             name: SinglePassEnumerator(source, f"source {name!r} of EventTimeSplits")
             if isinstance(source, Iterator)

@@ -13,12 +13,12 @@ import scala.jdk.CollectionConverters._
 private[stagecrew] final class Once[T](pool: Executor) {
   private val values = new ConcurrentHashMap[String, CompletableFuture[T]]()
 
-  /** The value of a key. Throws the exception of the computation. */
+  /** The value of a key. Throws the exception of the computation, or of the pool if the computation could not start. */
   def of(key: String)(compute: => T): T = {
     val created = new CompletableFuture[T]()
     val shared = Option(values.putIfAbsent(key, created)).getOrElse {
       try pool.execute(() => complete(key, created)(compute))
-        catch { case error: Throwable => values.remove(key, created); throw error }
+        catch { case error: Throwable => complete(key, created)(throw error) }
       created
     }
     try shared.get() catch { case failed: ExecutionException => throw failed.getCause }

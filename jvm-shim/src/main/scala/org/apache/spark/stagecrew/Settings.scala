@@ -23,19 +23,20 @@ final class Settings(conf: SparkConf) {
   }
   val channelTimeoutMs: Long = time(ChannelTimeout)
   val direct: Boolean = conf.getBoolean(Direct, defaults(Direct).toBoolean)
-  val maxFrame: Int = math.min(conf.getSizeAsBytes(MaxFrame, defaults(MaxFrame)), Int.MaxValue - 16L).toInt
+  val maxFrame: Int = math.min(bytes(MaxFrame), Int.MaxValue - 16L).toInt
   val reportIntervalMs: Long = time(ReportInterval)
   val processesIntervalMs: Long = conf.getTimeAsMs(ProcessesInterval, defaults(ProcessesInterval))
   if (processesIntervalMs < 0) throw new IllegalArgumentException(
     s"$ProcessesInterval=${conf.get(ProcessesInterval)}: it must be a positive time, or 0 to take no samples")
   val mailboxEvents: Int = number(MailboxEvents)
-  val mailboxBytes: Long = positive(MailboxBytes, conf.getSizeAsBytes(MailboxBytes, defaults(MailboxBytes)))
+  val mailboxBytes: Long = bytes(MailboxBytes)
   val retainedTopologies: Int = number(RetainedTopologies)
   val retainedDeadExecutors: Int = number(RetainedDeadExecutors)
   val eventLogIntervalMs: Long = time(EventLogInterval)
   val eventLogMaxEvents: Int = number(EventLogMaxEvents)
 
   private def time(key: String): Long = positive(key, conf.getTimeAsMs(key, defaults(key)))
+  private def bytes(key: String): Long = positive(key, conf.getSizeAsBytes(key, defaults(key)))
   private def number(key: String): Int = positive(key, conf.getInt(key, defaults(key).toInt).toLong).toInt
 
   private def positive(key: String, value: Long): Long = {

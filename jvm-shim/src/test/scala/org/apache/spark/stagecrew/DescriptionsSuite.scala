@@ -57,6 +57,17 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(opened("null").error.isEmpty && opened("\"no pool\"").error.contains("no pool"))
   }
 
+  test("a reply that arrives after the topology closed here is not cached") {
+    val f = new Fixture
+    f.answer = frame => {
+      f.table.end(frame.text("topology"))
+      f.table.forget(frame.text("topology"))
+      f.descriptions.forget(frame.text("topology"))
+      described(frame.text("topology"))
+    }
+    assert(f.descriptions.describe("t").isEmpty && f.descriptions.ids.isEmpty)
+  }
+
   test("after a failed request, the next task sends another one") {
     val f = new Fixture
     f.answer = _ => throw new IllegalStateException("no answer")

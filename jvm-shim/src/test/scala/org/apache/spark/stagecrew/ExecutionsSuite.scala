@@ -48,6 +48,12 @@ class ExecutionsSuite extends AnyFunSuite {
     assert(!fixture.executions.hasStage(1) && !fixture.executions.hasStage(2))
   }
 
+  test("a stage whose job started without an event is found in Spark's own state") {
+    val fixture = new Fixture
+    fixture.stages(7) = 1
+    assert(fixture.executions.hasStage(7) && !fixture.executions.hasStage(8))
+  }
+
   test("a job that has ended according to Spark's own state has no stages, even if its end event was dropped") {
     val fixture = new Fixture
     fixture.jobs ++= Seq(1, 2)

@@ -1,7 +1,9 @@
 package org.apache.spark.stagecrew
 
-import java.util.Collections
-import java.util.concurrent.{ConcurrentLinkedQueue, CountDownLatch, Executors, TimeUnit}
+import java.util.{Collections, List => JList}
+import java.util.concurrent.{AbstractExecutorService, ConcurrentLinkedQueue, CountDownLatch, ExecutorService}
+import java.util.concurrent.{Executors, TimeUnit}
+import java.util.concurrent.atomic.AtomicInteger
 import org.apache.spark.{SparkConf, TaskContext}
 import org.scalatest.BeforeAndAfterEach
 import org.scalatest.funsuite.AnyFunSuite
@@ -63,6 +65,9 @@ object JvmListenersSuite {
     override def open(context: TopologyContext): Unit = ()
     override def close(context: TopologyContext): Unit = hang()
   }
+  class HangingConstructor extends Hanging {
+    hang()
+  }
   @volatile var look: () => Unit = () => ()
   class Looking extends TopologyListener {
     override def close(context: TopologyContext): Unit = look()
@@ -87,7 +92,9 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     ledger = new Ledger
   }
 
-  private def listeners(classes: Class[_]*): JvmListeners = new JvmListeners(
+  private def listeners(classes: Class[_]*): JvmListeners = listeners(pool, classes: _*)
+
+  private def listeners(pool: ExecutorService, classes: Class[_]*): JvmListeners = new JvmListeners(
     classes.zipWithIndex.map { case (cls, i) =>
       Entry(i, "jvm", cls.getSimpleName, cls.getName, Some("jvm"), Some("application"), required = true, None)
     }.toVector, context, settings, ledger, pool)
@@ -140,6 +147,34 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(interrupted.await(5, TimeUnit.SECONDS))
     assert(recordedCalls == Seq("open a", "close hanging", "close a"))
     assert(counts(1).failures == 1)
+  }
+
+  test("a hanging constructor is interrupted at the timeout of open, and the opened listeners close") {
+    val hanging = listeners(classOf[A], classOf[HangingConstructor])
+    val failed = intercept[OpenFailedException](hanging.open())
+    Seq("the constructor of listener HangingConstructor", "1000 ms").foreach(part =>
+      assert(failed.getMessage.contains(part)))
+    assert(interrupted.await(5, TimeUnit.SECONDS))
+    assert(recordedCalls == Seq("open a", "close a"))
+    assert(counts(1).failures == 1 && counts(1).opens == 0)
+  }
+
+  test("opened listeners close when the pool starts no more threads") {
+    val (own, remaining) = (Executors.newCachedThreadPool(ExecutorCrew.daemon("suite")), new AtomicInteger(3))
+    val limited = new AbstractExecutorService {
+      override def execute(call: Runnable): Unit =
+        if (remaining.getAndDecrement() == 0) throw new OutOfMemoryError("unable to create native thread")
+        else own.execute(call)
+      override def shutdown(): Unit = own.shutdown()
+      override def shutdownNow(): JList[Runnable] = own.shutdownNow()
+      override def isShutdown: Boolean = own.isShutdown
+      override def isTerminated: Boolean = own.isTerminated
+      override def awaitTermination(time: Long, unit: TimeUnit): Boolean = own.awaitTermination(time, unit)
+    }
+    val failed = intercept[OpenFailedException](listeners(limited, classOf[A], classOf[B]).open())
+    assert(failed.getMessage.contains("open of listener B") && failed.getMessage.contains("unable to create"))
+    assert(recordedCalls == Seq("open a", "close b", "close a"))
+    own.shutdown()
   }
 
   test("a listener counts as open until its close returns") {

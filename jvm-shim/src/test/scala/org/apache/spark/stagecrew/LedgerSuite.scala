@@ -51,12 +51,13 @@ class LedgerSuite extends AnyFunSuite {
     assert(ledger.report().isEmpty)
   }
 
-  test("a full report of a topology removes it from the next report") {
+  test("a full report of a topology may arrive too late, so the next report repeats its counts") {
     val ledger = new Ledger
     opened(ledger, "a")
     val (first, body) = ledger.full("a")
     assert(topologiesIn(body)("a").listeners(0).opens == 1)
-    assert(ledger.report().isEmpty)
+    val (number, next) = ledger.report().get
+    assert(number > first && topologiesIn(next)("a").listeners(0).opens == 1)
     assert(ledger.full("a")._1 > first)
     assert(topologiesIn(ledger.full("unknown")._2).isEmpty)
   }
@@ -67,8 +68,9 @@ class LedgerSuite extends AnyFunSuite {
     ledger.forget("a")
     assert(ledger.of("a").listeners(0).opens == 1)
     ledger.full("a")
-    ledger.forget("a")
-    assert(ledger.of("a") == ExecutorCounts())
+    assert(!ledger.forget("a"))
+    ledger.delivered(ledger.report().get._1)
+    assert(ledger.forget("a") && ledger.of("a") == ExecutorCounts())
   }
 
   test("totals are the sums of all counts, never decrease, and are in each report") {

@@ -39,7 +39,7 @@ class SettingsSuite extends AnyFunSuite {
 
   test("times and numbers that are not positive are refused, and the message contains the default") {
     Seq(Settings.OpenTimeout, Settings.CloseTimeout, Settings.ShutdownTimeout, Settings.ChannelTimeout,
-      Settings.ReportInterval,
+      Settings.ReportInterval, Settings.MaxFrame, Settings.MailboxBytes,
       Settings.RetainedTopologies).foreach { key =>
       val refused = intercept[IllegalArgumentException](new Settings(conf(key -> "0")))
       assert(refused.getMessage.startsWith(s"$key=0") && refused.getMessage.contains(Settings.known.get(key)))

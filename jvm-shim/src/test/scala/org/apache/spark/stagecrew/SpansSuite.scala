@@ -125,8 +125,10 @@ class SpansSuite extends AnyFunSuite {
     ledger.delivered(second)
     ledger.span("t", "task", "c", 1, failed = false)
     assert(slots(ledger.full("t")._2) == Seq("c"))
-    ledger.forget("t")
-    assert(ledger.report().isEmpty)
+    val (third, last) = ledger.report().get // the driver may have dropped the full report
+    assert(slots(last) == Seq("c"))
+    ledger.delivered(third)
+    assert(ledger.forget("t") && ledger.report().isEmpty)
   }
 
   test("dropped spans are counted, even if the book is full and reports are repeated") {

@@ -5,6 +5,7 @@ import org.scalatest.funsuite.AnyFunSuite
 import org.apache.spark.{SparkConf, SparkContext, SparkException, TaskContext}
 import org.apache.spark.api.plugin.{DriverPlugin, ExecutorPlugin, SparkPlugin}
 import stagecrew.{TopologyContext, TopologyListener}
+import org.apache.spark.stagecrew.driver.DriverShim
 
 object TaskStartSuite {
   val bodies = new AtomicInteger
@@ -24,15 +25,19 @@ object TaskStartSuite {
       throw new StackOverflowError("too deep")
   }
 
-  /** The plugin, which keeps the part that runs on this executor. */
+  /** The plugin, which keeps both of its parts. */
   final class KeptPlugin extends SparkPlugin {
     private val plugin = new _root_.stagecrew.StagecrewPlugin
-    override def driverPlugin(): DriverPlugin = plugin.driverPlugin()
+    override def driverPlugin(): DriverPlugin = {
+      onDriver = plugin.driverPlugin()
+      onDriver
+    }
     override def executorPlugin(): ExecutorPlugin = {
       onExecutor = plugin.executorPlugin()
       onExecutor
     }
   }
+  @volatile var onDriver: DriverPlugin = _
   @volatile var onExecutor: ExecutorPlugin = _
 
   val Starts = 100000L
@@ -51,6 +56,14 @@ class TaskStartSuite extends AnyFunSuite {
         assert(failed.getMessage.contains(cause) && failed.getMessage.contains(listener.getSimpleName))
         assert(bodies.get === 0)
       }
+    }
+  }
+
+  test("after a failed open, the driver still knows the address of the executor") {
+    run(classOf[KeptPlugin].getName, Settings.JvmListeners -> classOf[FailingOpen].getName) { sc =>
+      intercept[SparkException](sc.parallelize(1 to 2, 2).foreach(_ => ()))
+      val executors = onDriver.asInstanceOf[DriverShim].crew.executors
+      assert(executors.nonEmpty && executors.values.forall(_.address.nonEmpty))
     }
   }
 

@@ -10,7 +10,7 @@ import executor._, partitions._, spark._, ui._, wire._
 
 /** The driver side of the plugin. Before any executor starts, it rejects configurations that cannot work. */
 final class DriverShim extends DriverPlugin {
-  private var crew: DriverCrew = _
+  private[stagecrew] var crew: DriverCrew = _
   private var facade: DriverFacade = _
   private var hook: AnyRef = _
   private var sc: SparkContext = _

@@ -34,8 +34,8 @@ private[stagecrew] final class Executions(sparkState: Executions.SparkState, sch
   /** Forgets ended jobs whose end events were dropped. */
   def prune(): Unit = jobsOfStage.valuesIterator.flatten.toSet.filterNot(sparkState.jobRuns).foreach(jobEnded)
 
-  /** Whether this stage belongs to a job whose end is not known yet. */
-  def hasStage(stage: Int): Boolean = jobsOfStage.contains(stage)
+  /** Whether this stage belongs to a job whose end is not known yet. The job's start event may have been dropped. */
+  def hasStage(stage: Int): Boolean = jobsOfStage.contains(stage) || sparkState.jobOfStage(stage).nonEmpty
 
   def queryStarted(id: String, run: String): Unit = queries(id) = run
 

@@ -26,7 +26,10 @@ final class Descriptions(
       table.forget(id)
       None
     }
-  })
+  }).filterNot { _ => // the topology may have closed here before the reply arrived
+    if (table.isClosed(id)) described.forget(id)
+    table.isClosed(id)
+  }
 
   /** A description that the driver has sent, if it is still cached. */
   def known(id: String): Option[Description] = described.computed(id).flatten

@@ -101,7 +101,8 @@ final class ExecutorCrew(
 
   // -- The driver
 
-  private[stagecrew] def sendToDriver(message: Array[Byte]): Unit = driver.send(Rpc.withSender(self, message))
+  /** Sends a message that needs no reply. It has no sender: the driver takes the executor's address from requests. */
+  private[stagecrew] def sendToDriver(message: Array[Byte]): Unit = driver.send(message)
 
   private[stagecrew] def askDriver(message: Array[Byte])(done: Either[Throwable, Array[Byte]] => Unit): Unit =
     driver.ask(Rpc.withSender(self, message), ReplyTimeoutMs)(done)

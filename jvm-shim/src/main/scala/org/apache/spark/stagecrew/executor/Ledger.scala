@@ -179,9 +179,9 @@ final class Ledger(clock: () => Long = () => System.currentTimeMillis(), timelin
     unreported.mapValuesInPlace((_, reportNumber) => if (reportNumber == number) 0 else reportNumber)
   }
 
-  /** A report of one topology, changed or not, with its number. */
+  /** A report of one topology, changed or not, with its number. The driver may drop it if it arrives too late, so the
+    * next `report` also has its changes. */
   def full(topology: String): (Long, ExecutorReport) = synchronized {
-    unreported -= topology
     val (number, report, _) = buildReport(Seq(topology))
     number -> report
   }

@@ -47,6 +47,8 @@ final class TopologyTable {
   /** Whether the topology has not ended here. */
   def active(topology: String): Boolean = synchronized(!closing.contains(topology) && !closed.contains(topology))
 
+  def isClosed(topology: String): Boolean = synchronized(closed.contains(topology))
+
   /** The live attempts of a topology. */
   def attemptsOf(topology: String): Set[Long] =
     synchronized(chains.collect { case (attempt, chain) if chain.contains(topology) => attempt }.toSet)

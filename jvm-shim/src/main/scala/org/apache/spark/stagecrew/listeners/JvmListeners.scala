@@ -2,7 +2,7 @@ package org.apache.spark.stagecrew
 package listeners
 
 import java.util.{Map => JMap}
-import java.util.concurrent.{ExecutionException, ExecutorService, TimeUnit, TimeoutException}
+import java.util.concurrent._
 import org.apache.spark.TaskContext
 import stagecrew.{TopologyContext, TopologyListener}
 import executor._, ui._, wire._
@@ -23,10 +23,13 @@ final class JvmListeners(
 
   private var opened = Vector.empty[(Entry, TopologyListener)]
 
-  /** Opens all listeners. If one fails, closes those that were opened, and throws `OpenFailedException`. */
+  /** Opens all listeners. If one fails, closes those that were opened, and throws `OpenFailedException`. A listener's
+    * constructor has the same timeout as its `open`. */
   def open(): Unit = try {
     entries.foreach { entry =>
-      val listener = instance(entry)
+      val listener = within(entry, "the constructor", settings.openTimeoutMs,
+        ". Its class must be in a jar of the executors, and have a public constructor without parameters")(
+        instance(entry))
       count(entry)(c => c.copy(opens = c.opens + 1))
       opened = opened :+ (entry -> listener)
       callHook(entry, "open", settings.openTimeoutMs)(listener.open(context))
@@ -73,44 +76,41 @@ final class JvmListeners(
     }
   }
 
-  private def instance(entry: Entry): TopologyListener = try {
+  private def instance(entry: Entry): TopologyListener = {
     val loader = Option(Thread.currentThread.getContextClassLoader).getOrElse(getClass.getClassLoader)
     Class.forName(entry.target, true, loader).getConstructor().newInstance() match {
       case listener: TopologyListener => listener
       case _ => throw new ClassCastException(s"${entry.target} does not implement stagecrew.TopologyListener")
     }
-  } catch {
-    case error: Throwable =>
-      recordFailure(entry, error)
-      throw new OpenFailedException(entry.name,
-        s"${describe(entry)} cannot be created: ${TaskRejection.text(error)}. Its class must be in a jar of the " +
-          "executors, and have a public constructor without parameters", error)
   }
 
   private def callHook(entry: Entry, hook: String, timeoutMs: Long)(f: => Unit): Unit = {
     val started = System.nanoTime()
-    def record(failed: Boolean): Unit = {
+    var failed = true
+    try { within(entry, hook, timeoutMs)(f); failed = false } finally {
       val micros = (System.nanoTime() - started) / 1000
       ledger.span(context.topologyId, hook, entry.name, micros, failed)
       count(entry)(_.withDuration(hook, micros))
     }
-    val running = pool.submit((() => f): Runnable)
+  }
+
+  /** Runs a call in the pool. Records its failure, and throws `OpenFailedException`. */
+  private def within[T](entry: Entry, hook: String, timeoutMs: Long, hint: String = "")(f: => T): T = {
+    var running = Option.empty[Future[T]]
     try {
-      running.get(timeoutMs, TimeUnit.MILLISECONDS)
-      record(failed = false)
+      running = Some(pool.submit((() => f): Callable[T]))
+      running.get.get(timeoutMs, TimeUnit.MILLISECONDS)
     } catch {
       case error: Throwable =>
-        running.cancel(true)
-        record(failed = true)
+        running.foreach(_.cancel(true))
         val (message, cause) = error match {
-          case failed: ExecutionException =>
-            s"$hook of ${describe(entry)} failed: ${TaskRejection.text(failed.getCause)}" -> failed.getCause
-          case timeout: TimeoutException =>
-            s"$hook of ${describe(entry)} took longer than $timeoutMs ms and was interrupted" -> timeout
-          case other => s"$hook of ${describe(entry)} was interrupted" -> other
+          case failed: ExecutionException => s"failed: ${TaskRejection.text(failed.getCause)}$hint" -> failed.getCause
+          case _: TimeoutException => s"took longer than $timeoutMs ms and was interrupted" -> error
+          case _: InterruptedException => "was interrupted" -> error
+          case _ => s"could not start: ${TaskRejection.text(error)}" -> error
         }
         recordFailure(entry, cause)
-        throw new OpenFailedException(entry.name, message, cause)
+        throw new OpenFailedException(entry.name, s"$hook of ${describe(entry)} $message", cause)
     }
   }
 
