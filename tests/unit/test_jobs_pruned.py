@@ -272,7 +272,7 @@ def test_a_leader_forgets_jobs_that_have_ended():
 
     driver.prepare = prepare_fails_twice
     new_jobs(world).submit(SPEC, "troubled")
-    names = ("_retries", "_ended_by_us", "_logged_errors", "_lingering_since", "_waiting")
+    names = ("_retries", "_ended_by_us", "_logged_errors", "_lingering_since", "_waiting", "_exited")
     for _ in range(3):
         driver.act()
         assert any("troubled" in getattr(driver.reconciler, name) for name in names)
@@ -282,6 +282,29 @@ def test_a_leader_forgets_jobs_that_have_ended():
     assert new_jobs(world).read("troubled")[0].clean
     driver.act()
     assert not any(getattr(driver.reconciler, name) for name in names)
+
+
+@pytest.mark.parametrize("finishing", [False, True])
+def test_a_run_that_exits_with_code_0_before_its_job_ended_is_lost(finishing, caplog):
+    """A job whose process exits with code 0, but wrote no result, is retried after a pause, with a warning."""
+    world, driver = world_with_job(12)
+    new_jobs(world).submit(SPEC, "exits")
+    driver.act()
+    if finishing:
+        new_jobs(world).cancel("exits")
+        for _ in range(3):  # the job begins to end, its run is killed, and another process finishes the commits
+            driver.act()
+    process = driver.reconciler.processes["exits"]
+    assert process.finishing == finishing
+    process._exit(0)
+    caplog.clear()
+    driver.act()
+    driver.act()
+    assert driver.reconciler.processes == {}
+    assert caplog.text.count("exited with code 0 before the job ended; the leader continues the job in") == 1
+    world.clock += 60
+    driver.act()
+    assert driver.reconciler.processes["exits"] is not process
 
 
 def test_a_prune_deletes_unreferenced_states_of_the_job(monkeypatch):

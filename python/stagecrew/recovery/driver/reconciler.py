@@ -99,6 +99,8 @@ class JobReconciler:
         self._retries: dict[str, tuple[float, float]] = {}
         #: Jobs that were cancelled while their run was alive. The exit of such a run is not a loss.
         self._ended_by_us: set[str] = set()
+        #: Processes that exited with code 0. Only the record says whether they ended the job.
+        self._exited: dict[str, RunProcess] = {}
         #: The last error that was logged for each job.
         self._logged_errors: dict[str, str] = {}
         #: For each job that has ended while its process is still alive: when this was first seen.
@@ -158,6 +160,13 @@ class JobReconciler:
         if paused and not self._jobs.is_cancel_requested(job):
             return None
         record, version = self._jobs.read(job)
+        if (exited := self._exited.pop(job, None)) is not None:
+            if record.run == exited.run.number and (
+                record.state is JobState.RUNNING or (record.state is JobState.ENDING and exited.finishing)
+            ):
+                self._retry_lost(job, exited, 0)  # for example, the job called os._exit(0)
+                return None
+            self._retries.pop(job, None)
         if paused and record.state not in (JobState.SUBMITTED, JobState.RUNNING):
             return None  # the cancellation has been handled; the job now waits for its retry
         if record.clean:
@@ -263,16 +272,21 @@ class JobReconciler:
             return process
         del self.processes[job]
         process.kill()  # kills the rest of its group
-        if code == 0 or job in self._ended_by_us:
+        if job in self._ended_by_us:
             self._ended_by_us.discard(job)
             self._retries.pop(job, None)
+        elif code == 0:
+            self._exited[job] = process
         else:
-            pause = self._schedule_retry(job)
-            _log.warning(
-                "job %r: run %d exited with code %d before the job ended; the leader continues the job in %g s",
-                job, process.run.number, code, pause,
-            )  # fmt: skip
+            self._retry_lost(job, process, code)
         return None
+
+    def _retry_lost(self, job: str, process: RunProcess, code: int) -> None:
+        pause = self._schedule_retry(job)
+        _log.warning(
+            "job %r: run %d exited with code %d before the job ended; the leader continues the job in %g s",
+            job, process.run.number, code, pause,
+        )  # fmt: skip
 
     def _schedule_retry(self, job: str) -> float:
         first, longest = _PAUSES
@@ -281,7 +295,7 @@ class JobReconciler:
         return pause
 
     def _forget_all_but(self, names: Collection[str]) -> None:
-        by_job = (self._retries, self._logged_errors, self._lingering_since, self._waiting)
+        by_job = (self._retries, self._logged_errors, self._lingering_since, self._waiting, self._exited)
         remembered = {*self._ended_by_us}.union(*by_job)
         for job in remembered.difference(names):
             for state in by_job:
