@@ -224,3 +224,30 @@ def test_a_hanging_call_does_not_keep_the_process_alive():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")
+
+
+def test_tasks_wait_while_the_process_can_start_no_thread(pool, timers, monkeypatch, caplog):
+    """While no thread can start, tasks wait, and the pool counts no thread. As soon as one can start, all of them run."""
+    start, is_full = threading.Thread.start, [False]
+
+    def start_unless_full(thread):
+        if is_full[0]:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_full)
+    is_full[0] = True
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        timers.later(0.0, lambda: None)
+    is_full[0] = False
+    due = threading.Event()
+    timers.later(0.0, due.set)
+    assert due.wait(10)
+    is_full[0] = True
+    done = []
+    for number in range(5):
+        pool.submit(lambda number=number: done.append(number))
+    assert (done, pool._threads) == ([], 0)
+    assert caplog.text.count("cannot start a thread, and will try again: can't start new thread") == 1
+    is_full[0] = False
+    eventually(lambda: done == [0, 1, 2, 3, 4], 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
 
@@ -17,29 +18,31 @@ from stagecrew.worker.task_gateway import Bound, TaskGateway
 class FakeConnection:
     """A fake connection on which nothing arrives. Each wait advances the fake clock by its full timeout.
 
-    If `next_frame` is set, that frame arrives 1.5 s into the next wait.
+    If `next_frame` is set, that frame arrives after `delay` seconds of the next wait, if the wait is not shorter.
     """
 
     def __init__(self):
         self.now, self.waits, self.frames = 100.0, [], []
-        self.next_frame = None
+        self.next_frame, self.delay, self.is_broken = None, 0.5, False
         self.changed = threading.Condition()
 
     def remove(self, gateway):
-        pass
+        self.gateway = None
 
     def add(self, gateway):
         self.gateway = gateway
 
     def send(self, frames):
+        if self.is_broken:
+            raise stagecrew.errors.EvaluationEnded("the connection is broken")
         self.frames += [frame.kind for frame in Decoder(1 << 24).feed(frames)]
 
     def wait(self, found, seconds):
         if (result := found()) is not None:
             return result
         self.waits.append(seconds)
-        if self.next_frame is not None:
-            self.now += 1.5
+        if self.next_frame is not None and seconds >= self.delay:
+            self.now += self.delay
             self.gateway._handle(self.next_frame)
             self.next_frame = None
             return found()
@@ -112,7 +115,7 @@ def test_the_timeout_of_a_request_includes_all_its_waits(gateway, connection):
     began = connection.now
     with pytest.raises(stagecrew.errors.CoordinationTimeout, match=r"did not reply within 2 s"):
         gateway.request(b"x", timeout=2.0)
-    assert connection.waits == [2.0, 0.5]
+    assert connection.waits == [2.0, 1.5]
     assert connection.now - began == 2.0
 
 
@@ -202,3 +205,19 @@ def test_a_failed_evaluation_waits_for_a_short_time_only(gateway, connection, re
     connection.next_frame = reply
     gateway._finish("failed", "ValueError: on purpose")
     assert connection.waits == [1.0]
+
+
+@pytest.mark.parametrize("outcome", ["finished", "failed"])
+def test_a_gateway_that_ends_on_a_broken_connection_leaves_nothing(connection, outcome):
+    """If the connection is broken when an evaluation ends, its gateway is removed, and its flusher thread ends."""
+    context = types.SimpleNamespace(
+        taskAttemptId=lambda: 1, attemptNumber=lambda: 0, stageId=lambda: 0, partitionId=lambda: 0
+    )
+    made = TaskGateway(connection, Bound("b", "the operator", "t", None, 1 << 20, 30.0), 0, context)
+    made._start_flusher()
+    connection.is_broken = True
+    with pytest.raises(stagecrew.errors.EvaluationEnded) if outcome == "finished" else contextlib.nullcontext():
+        made._finish(outcome, "")
+    assert connection.gateway is None
+    made._flusher.join(10)
+    assert not made._flusher.is_alive()

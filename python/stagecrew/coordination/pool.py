@@ -48,11 +48,12 @@ class Timers:
         """Calls a function after this time, unless the timer is cancelled."""
         timer = Timer(f)
         with self._changed:
-            heapq.heappush(self._due, (self._clock() + seconds, next(self._numbers), timer))
-            if not self._is_running:
-                self._is_running = True
+            is_new = not self._is_running
+            if is_new:  # if no thread can start, this raises, and the next call tries again
                 threading.Thread(target=self._run, name="stagecrew-timers", daemon=True).start()
-            elif self._due[0][2] is timer:
+                self._is_running = True
+            heapq.heappush(self._due, (self._clock() + seconds, next(self._numbers), timer))
+            if not is_new and self._due[0][2] is timer:
                 self._changed.notify()
         return timer
 
@@ -160,10 +161,13 @@ class Pool:
         if self._threads < self._prompt:
             self._threads += 1
             return True
-        if not self._is_growing:
-            self._is_growing = True
-            self._check_later()
+        self._grow_later()
         return False
+
+    def _grow_later(self) -> None:
+        if not self._is_growing:
+            self._check_later()
+            self._is_growing = True
 
     def _check_later(self) -> None:
         begun = self._begun
@@ -182,7 +186,16 @@ class Pool:
             self._add_thread()
 
     def _add_thread(self) -> None:
-        threading.Thread(target=self._work, name=f"{self._name}-{next(self._numbers)}", daemon=True).start()
+        """Starts a thread that was counted. If the process can have no more threads, tries again later."""
+        try:
+            threading.Thread(target=self._work, name=f"{self._name}-{next(self._numbers)}", daemon=True).start()
+        except RuntimeError as error:
+            with self._lock:
+                self._threads -= 1
+                is_first = not self._is_growing
+                self._grow_later()
+            if is_first:
+                _log.warning("thread pool %s cannot start a thread, and will try again: %s", self._name, error)
 
     def _has_work(self) -> bool:
         return bool(self._ready)

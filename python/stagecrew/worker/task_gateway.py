@@ -233,6 +233,23 @@ class TaskGateway:
             if self._is_finished:
                 return
             self._is_finished = True
+        try:
+            sequence = self._send_finish(outcome, reason)
+            hops.flush()
+            if outcome == "finished":
+                seconds = self._bound.request_timeout
+                problem = f"did not acknowledge the end of this evaluation within {seconds:g} s"
+                self._await_reply(sequence, time.monotonic() + seconds, problem, self._check_aborted)
+            elif outcome == "failed":
+                with contextlib.suppress(CoordinationTimeout, EvaluationEnded):  # the failure itself is raised
+                    self._await_reply(sequence, time.monotonic() + _FAILURE_WAIT, "", self._check_aborted)
+        finally:
+            self._has_unsent.set()  # so that the flusher thread ends
+            self._connection.remove(self)
+
+    def _send_finish(self, outcome: str, reason: str) -> int:
+        """Sends the unsent events and the end of the evaluation. Returns the number of the message."""
+        with self._lock:
             sequence = self._sequence + 1
             self._awaited.add(sequence)
             reason = without_surrogates(reason)  # the message of a user's exception may have any text
@@ -242,18 +259,7 @@ class TaskGateway:
             except EvaluationEnded:
                 if outcome == "finished":
                     raise
-        self._has_unsent.set()  # so that the flusher thread ends
-        hops.flush()
-        try:
-            if outcome == "finished":
-                seconds = self._bound.request_timeout
-                problem = f"did not acknowledge the end of this evaluation within {seconds:g} s"
-                self._await_reply(sequence, time.monotonic() + seconds, problem, self._check_aborted)
-            elif outcome == "failed":
-                with contextlib.suppress(CoordinationTimeout, EvaluationEnded):  # the failure itself is raised
-                    self._await_reply(sequence, time.monotonic() + _FAILURE_WAIT, "", self._check_aborted)
-        finally:
-            self._connection.remove(self)
+        return sequence
 
     def _check(self) -> None:
         if self._is_finished:
