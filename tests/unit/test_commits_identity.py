@@ -47,6 +47,19 @@ def test_a_database_sink_does_not_show_its_password():
     assert sink.identity == "<table t of postgresql> in host=host dbname=db"
 
 
+def test_the_identity_of_a_database_sink_includes_the_environment_of_libpq(monkeypatch):
+    """A part that the URL lacks is that of the environment variable that libpq reads. A service file takes precedence."""
+    for name in ("PGDATABASE", "PGUSER", "PGHOST", "PGPORT", "PGSERVICE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PGUSER", "someone")
+    assert DatabaseSink("postgresql://host", "t").identity.endswith(" in host=host dbname=someone")
+    monkeypatch.setenv("PGDATABASE", "from-environment")
+    monkeypatch.setenv("PGHOST", "other")
+    assert DatabaseSink("postgresql://", "t").identity.endswith(" in host=other dbname=from-environment")
+    assert DatabaseSink("postgresql://host/db", "t").identity.endswith(" in host=host dbname=db")
+    assert DatabaseSink("postgresql:///?service=s", "t").identity.endswith(" in service=s")
+
+
 def test_a_commit_id_cannot_be_used_for_two_tables(tmp_path):
     """The commit log refuses a commit id for a second table. With a new log, the other table's commit is not found."""
     (tmp_path / "one").mkdir()

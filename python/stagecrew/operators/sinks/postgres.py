@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,8 @@ class Postgres:
     def place(self) -> str:
         """See `Dialect`."""
         known = self._parts()
+        if "service" not in known:
+            known = _from_environment() | known
         known.setdefault("dbname", known.get("user", ""))
         if path := re.search(r"search_path=(\S+)", str(known.get("options", ""))):
             known["search_path"] = path[1]
@@ -80,8 +83,9 @@ class Postgres:
         if "@" in password:  # for libpq, the host begins after the first @
             return type(error)(f"the url has more than one @: {_ESCAPE}")
         text = " ".join(str(error).split()).rstrip(".")
-        query = urllib.parse.parse_qs(rest.partition("?")[2])
-        secrets = {password, *query.get("password", ()), *query.get("sslpassword", ())}
+        # Not parse_qs: for libpq, a plus sign is not a space.
+        query = [pair.partition("=") for pair in rest.partition("?")[2].split("&")]
+        secrets = {password, *(value for name, _, value in query if name in ("password", "sslpassword"))}
         for secret in sorted({*secrets, *map(urllib.parse.unquote, secrets)} - {""}, key=len, reverse=True):
             text = text.replace(secret, "***")
         return type(error)(text)
@@ -172,6 +176,17 @@ class Postgres:
         import psycopg
 
         return (psycopg.Error,)
+
+
+def _from_environment() -> dict[str, str]:
+    """The parts that libpq takes from environment variables, or from the operating system, if the url lacks them."""
+    from psycopg.pq import Conninfo
+
+    return {
+        option.keyword.decode(): option.val.decode()
+        for option in Conninfo.get_defaults()
+        if option.val and (option.keyword == b"user" or (option.envvar and option.envvar.decode() in os.environ))
+    }
 
 
 def _is_misread(rest: str) -> bool:
