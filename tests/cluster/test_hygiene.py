@@ -127,10 +127,10 @@ def test_the_channel_token_is_in_no_event_log(tmp_path, journal):
     journal = Journal({journal.path!r})
     builder = session_builder("local[2]").config("spark.eventLog.enabled", "true").config("spark.eventLog.compress", "false").config("spark.eventLog.dir", "file://{events}")
     spark = stagecrew.configure(builder, listeners=[Recorder(journal)]).getOrCreate()
-    def place(rows):
+    def address_file(rows):
         from pyspark import TaskContext
-        yield TaskContext.get().getLocalProperty("spark.stagecrew.place")
-    path = spark.sparkContext.parallelize([1], 1).mapPartitions(place).collect()[0]
+        yield TaskContext.get().getLocalProperty("spark.stagecrew.addressFile")
+    path = spark.sparkContext.parallelize([1], 1).mapPartitions(address_file).collect()[0]
     token = json.load(open(path))["token"]
     print(oct(os.stat(path).st_mode & 0o777), oct(os.stat(os.path.dirname(path)).st_mode & 0o777))
     spark.range(0, 100, 1, 4).mapInArrow(lambda batches: batches, "id long").groupBy("id").count().collect()
@@ -246,16 +246,16 @@ def test_a_session_leaves_no_process_port_or_file(journal, master_name, channel,
     journal = Journal({journal.path!r})
     builder = session_builder({master!r}).config("spark.stagecrew.channel", {channel!r})
     spark = stagecrew.configure(builder, listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
-    def place(rows):
+    def address_file(rows):
         from pyspark import TaskContext
         journal.write(event="runs", daemon=os.getppid())
-        yield TaskContext.get().getLocalProperty("spark.stagecrew.place")
-    for path in set(spark.sparkContext.parallelize(range(4), 4).mapPartitions(place).collect()):
+        yield TaskContext.get().getLocalProperty("spark.stagecrew.addressFile")
+    for path in set(spark.sparkContext.parallelize(range(4), 4).mapPartitions(address_file).collect()):
         where = json.load(open(path))
-        print("PLACE", path, where.get("path", where.get("port")))
+        print("ADDRESS_FILE", path, where.get("path", where.get("port")))
     spark.stop()
     """)
-    places = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("PLACE")]
+    places = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ADDRESS_FILE")]
     assert places, done.stderr[-3000:]
     pids = {e["pid"] for e in journal.read(event="open")} | {e["daemon"] for e in journal.read(event="runs")}
     eventually(lambda: not any(is_alive(pid) for pid in pids), 20, "the session's processes end")

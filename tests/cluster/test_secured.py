@@ -37,10 +37,10 @@ def mean(steps, batches):
     values = [value for batch in batches for value in batch.column("id").to_pylist()]
     yield pa.record_batch({"mean": [steps.reduce(sum(values)) / steps.reduce(len(values))]})
 def whole(rows):
-    yield os.path.basename(json.load(open(place())).get("path", "tcp"))
-def place():
+    yield os.path.basename(json.load(open(address_file())).get("path", "tcp"))
+def address_file():
     from pyspark import TaskContext
-    return TaskContext.get().getLocalProperty("spark.stagecrew.place")
+    return TaskContext.get().getLocalProperty("spark.stagecrew.addressFile")
 builder = session_builder("local-cluster[2,2,1024]")
 for key, value in SETTINGS.items():
     builder = builder.config(key, value)

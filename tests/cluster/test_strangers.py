@@ -16,7 +16,7 @@ import pytest
 from support.driver_scripts import driver_script
 from support.journal import Journal
 from support.sessions import PLAIN_JVM_OPTIONS
-from support.strangers import Strangers
+from support.strangers import HostileUser
 from support.waiting import eventually
 
 pytestmark = [
@@ -39,16 +39,16 @@ builder = session_builder("local-cluster[2,1,1024]").config("spark.task.maxFailu
 for key, value in SETTINGS.items():
     builder = builder.config(key, value)
 spark = stagecrew.configure(builder, listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
-def place(rows):
+def address_file(rows):
     from pyspark import TaskContext
-    path = TaskContext.get().getLocalProperty("spark.stagecrew.place")
-    journal.write(event="place", path=path, where=json.load(open(path)), logs=os.getcwd())
+    path = TaskContext.get().getLocalProperty("spark.stagecrew.addressFile")
+    journal.write(event="address_file", path=path, where=json.load(open(path)), logs=os.getcwd())
     yield 1
 runs = 0
 while runs < 2 or not os.path.exists("attacked"):
     runs += 1
     with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")]) as topology:
-        spark.sparkContext.parallelize(range(2), 2).mapPartitions(place).count()
+        spark.sparkContext.parallelize(range(2), 2).mapPartitions(address_file).count()
         operator = topology.coordinate("sums", Sums)
         rows = operator.map(spark.range(0, 4000, 1, 4), work, "n long").groupBy().sum().first()[0]
         mapped = spark.sparkContext.parallelize(range(8), 8).map(lambda x: x + 1).sum()
@@ -75,35 +75,35 @@ def test_a_job_is_not_disturbed_by_another_user(tmp_path: Path, journal: Journal
     attacked: set[str] = set()
     with (
         driver_script(tmp_path, journal, "", script) as driver,
-        Strangers(driver.pid, CONNECTIONS, 150) as strangers,
+        HostileUser(driver.pid, CONNECTIONS, 150) as hostile_user,
     ):
 
         def has_ended() -> bool:
-            for entry in journal.read(event="place"):
+            for entry in journal.read(event="address_file"):
                 for path in {entry["path"], os.path.dirname(entry["path"])} - attacked:
                     attacked.add(path)
-                    strangers.attack_file(path)
-            if strangers.attacked.is_set():
+                    hostile_user.attack_file(path)
+            if hostile_user.attacked.is_set():
                 (tmp_path / "attacked").touch()
             return driver.poll() is not None
 
         eventually(has_ended, 150, "the driver ends")
         assert driver.returncode == 0
-    assert len(attacked) == 4  # place file and folder of two executors
+    assert len(attacked) == 4  # address file and folder of two executors
     for run in (runs := journal.read(event="ran")):
         assert (run["rows"], run["mapped"], run["failures"]) == (4000, 36, 0)
         assert run["opens"] == run["closes"] > 0
     assert len(runs) >= 2
-    outcome, places = strangers.outcome, journal.read(event="place")
+    outcome, places = hostile_user.outcome, journal.read(event="address_file")
     assert outcome["opened"] == []
-    assert outcome["counts"]["EACCES"] >= len(strangers.targets_of("file", "socket") | attacked)
-    for place in places:
+    assert outcome["counts"]["EACCES"] >= len(hostile_user.targets_of("file", "socket") | attacked)
+    for address_file in places:
         if channel == "tcp":
-            assert f"port {place['where']['port']}" in strangers.targets_of("port")
-            assert outcome["received"].get(place["where"]["port"], 0) == 0
+            assert f"port {address_file['where']['port']}" in hostile_user.targets_of("port")
+            assert outcome["received"].get(address_file["where"]["port"], 0) == 0
         else:
-            assert f"socket {place['where']['path']}" in strangers.targets_of("socket")
-    logs = {Path(place["logs"], "stderr") for place in places} | {tmp_path / "driver.log"}
+            assert f"socket {address_file['where']['path']}" in hostile_user.targets_of("socket")
+    logs = {Path(address_file["logs"], "stderr") for address_file in places} | {tmp_path / "driver.log"}
     assert len(logs) == 3
     assert sum(log.read_text(errors="replace").count("a connection to the channel of") for log in logs) <= 20
     assert outcome["sent"] == CONNECTIONS
@@ -156,12 +156,12 @@ def test_an_attack_delays_jobs_no_more_than_with_plain_spark(
                 core = cores[(number + with_stagecrew) % len(cores)]
                 head = f"SETTINGS, WITH_STAGECREW, TASKS, CORE = {settings!r}, {with_stagecrew}, {tasks}, {core}\n"
                 driver = stack.enter_context(driver_script(folder, own, "", head + TIMED))
-                strangers = stack.enter_context(Strangers(driver.pid, CONNECTIONS, 200))
-                applications.append((with_stagecrew, driver, own, strangers))
+                hostile_user = stack.enter_context(HostileUser(driver.pid, CONNECTIONS, 200))
+                applications.append((with_stagecrew, driver, own, hostile_user))
             eventually(lambda these=applications: all(one[1].poll() is not None for one in these), 200, "both end")
-        for with_stagecrew, driver, own, strangers in applications:
+        for with_stagecrew, driver, own, hostile_user in applications:
             assert driver.returncode == 0
-            assert strangers.outcome["sent"] >= 1000
+            assert hostile_user.outcome["sent"] >= 1000
             if number > 0:  # the first round fills the caches of the disk
                 seconds[with_stagecrew].append(own.read(event="job", number=3)[0]["seconds"])
     ratios = [ours / plain for plain, ours in zip(seconds[False], seconds[True], strict=True)]

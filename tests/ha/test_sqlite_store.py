@@ -28,7 +28,7 @@ from stagecrew.errors import (
     StoreUnsupported,
 )
 from stagecrew.mounts import filesystem, shared
-from stagecrew.recovery.leadership.election import NoResponse
+from stagecrew.recovery.leadership.election import LeaseRequestFailed
 from stagecrew.recovery.leadership.lease_client import LeaseClient
 from stagecrew.recovery.stores.contract import FORMAT, Check, Create, Delete, Entry, Replace
 from stagecrew.recovery.stores.sqlite import SQLiteStore
@@ -220,7 +220,7 @@ def test_an_inaccessible_directory_makes_the_store_unavailable(tmp_path):
                 StoreUnavailable, match=r"crew.db cannot be used .*Not a directory.*: nothing was changed"
             ):
                 call()
-        assert isinstance(LeaseClient(store, time.monotonic).acquire_or_renew(), NoResponse)
+        assert isinstance(LeaseClient(store, time.monotonic).acquire_or_renew(), LeaseRequestFailed)
         directory.unlink()
         (tmp_path / "away").rename(directory)
         assert store.transact(Create("b")) == [0]

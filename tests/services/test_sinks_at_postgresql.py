@@ -154,13 +154,13 @@ def test_staging_fails_in_bounded_time_when_the_network_stalls(postgresql_server
 
     Then nothing is visible, and no staged rows are left.
     """
-    monkeypatch.setattr(postgres, "_SILENCE", 1)
-    monkeypatch.setattr(postgres, "_PATIENCE", 1)
+    monkeypatch.setattr(postgres, "_MAX_SILENCE", 1)
+    monkeypatch.setattr(postgres, "_STAGE_LOCK_TIMEOUT", 1)
     trial, began = postgresql_trial(postgresql_server, tmp_path, 0), []
     with Proxy(postgresql_server.port) as proxy:
         url = postgresql_server.url.replace(f"127.0.0.1:{postgresql_server.port}", proxy.hosts)
         proxied = DatabaseSink(url, trial.make_sink()._table)
-        inserting = proxied._inserting
+        row_inserter = proxied._row_inserter
 
         def stall_after_first_row(rows):
             yield next(rows)
@@ -169,10 +169,10 @@ def test_staging_fails_in_bounded_time_when_the_network_stalls(postgresql_server
             yield from rows
 
         def stalling_insert(*args):
-            insert = inserting(*args)
+            insert = row_inserter(*args)
             return lambda rows: insert(stall_after_first_row(iter(rows)))
 
-        proxied._inserting = stalling_insert
+        proxied._row_inserter = stalling_insert
         rows = pa.record_batch({"id": list(range(20)), "text": ["x" * 4_000_000] * 20}, schema=SCHEMA)
         with pytest.raises(CommitFailed, match=r"rows for table \w+ could not be staged: OperationalError"):
             commit(
@@ -191,7 +191,7 @@ def test_a_statement_fails_in_bounded_time_when_the_servers_host_vanishes(
     postgresql_server, tmp_path, monkeypatch, statement
 ):
     """If the server's host vanishes before or during a statement, the statement fails in bounded time."""
-    monkeypatch.setattr(postgres, "_SILENCE", 2)
+    monkeypatch.setattr(postgres, "_MAX_SILENCE", 2)
     trial = postgresql_trial(postgresql_server, tmp_path, 0)
     table = trial.make_sink()._table
     with other_host(postgresql_server.port) as host:
@@ -233,7 +233,7 @@ def test_connections_use_keepalives_and_the_urls_own_values(postgresql_server, t
 
 def test_a_task_stuck_in_a_transaction_loses_its_connection(postgresql_server, tmp_path, monkeypatch):
     """If a task is stuck in a transaction when the commit ends, its connection is terminated and its rows are gone."""
-    monkeypatch.setattr(postgres, "_PATIENCE", 1)
+    monkeypatch.setattr(postgres, "_STAGE_LOCK_TIMEOUT", 1)
     trial, tasks = postgresql_trial(postgresql_server, tmp_path, 0), Tasks(1)
     zombie, slow_sink, errors = Driver(), trial.make_sink(), []
     within = slow_sink._within
@@ -280,7 +280,7 @@ def test_a_reader_of_all_tables_keeps_its_connection(postgresql_server, tmp_path
 
     The commit succeeds, and a warning names the table that is left. A repeat of the commit deletes it.
     """
-    monkeypatch.setattr(postgres, "_PATIENCE", 1)
+    monkeypatch.setattr(postgres, "_STAGE_LOCK_TIMEOUT", 1)
     trial, tasks = postgresql_trial(postgresql_server, tmp_path, 0), Tasks(1)
     with contextlib.closing(psycopg.connect(postgresql_server.url)) as dump:
 

@@ -407,7 +407,7 @@ def test_listeners_reopen_after_an_agent_is_killed_between_jobs(spark, crew, mas
 
             task = TaskContext.get()
             (pid,) = run_together(rows)
-            yield task.getLocalProperty("spark.stagecrew.place"), task.attemptNumber(), pid, port.get()
+            yield task.getLocalProperty("spark.stagecrew.addressFile"), task.attemptNumber(), pid, port.get()
 
         return spark.sparkContext.parallelize(range(task_slots), task_slots).mapPartitions(run).collect()
 
@@ -426,8 +426,8 @@ def test_listeners_reopen_after_an_agent_is_killed_between_jobs(spark, crew, mas
     assert len(reopened) == len({e["executor"] for e in reopened}) == len(agents)
     assert {value for _, _, _, value in second} == {e["pid"] for e in reopened}
     assert not {e["pid"] for e in reopened} & agents
-    for executor_place in {place for place, _, _, _ in second}:  # one value per executor
-        assert len({value for place, _, _, value in second if place == executor_place}) == 1
+    for executor_file in {file for file, _, _, _ in second}:  # one value per executor
+        assert len({value for file, _, _, value in second if file == executor_file}) == 1
     in_both_jobs = {pid for _, _, pid, _ in first} & {pid for _, _, pid, _ in second}
     assert in_both_jobs
     for pid in in_both_jobs:

@@ -12,21 +12,21 @@ from typing import Any
 from stagecrew.wire.frames import Decoder, Frame, encode
 from stagecrew.wire.handshake import NONCE_BYTES, proof
 
-__all__ = ["TOKEN", "FakeServer", "write_place"]
+__all__ = ["TOKEN", "FakeServer", "write_address_file"]
 
 TOKEN = "t" * 64
 
 
-def write_place(folder: Path, **changes: Any) -> str:
-    """Writes a place file that only this user can read, in a folder that only this user can enter. Returns its path."""
+def write_address_file(folder: Path, **changes: Any) -> str:
+    """Writes an address file that only this user can read, in a folder that only this user can enter. Returns its path."""
     folder.mkdir(mode=0o700, exist_ok=True)
     folder.chmod(0o700)
-    place = folder / "channel.json"
-    place.unlink(missing_ok=True)
+    address_file = folder / "channel.json"
+    address_file.unlink(missing_ok=True)
     content = {"token": TOKEN, "maxFrame": 1 << 20, "timeout": 5.0, **changes}
-    with open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+    with open(os.open(address_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         json.dump({name: value for name, value in content.items() if value is not None}, file)
-    return str(place)
+    return str(address_file)
 
 
 class FakeServer:
@@ -44,7 +44,7 @@ class FakeServer:
         else:
             self.listening = socket.create_server(("127.0.0.1", 0))
             where = {"port": self.listening.getsockname()[1]}
-        self.place = write_place(self.folder, **{**where, **changes})
+        self.address_file = write_address_file(self.folder, **{**where, **changes})
         self.accepted: list[socket.socket] = []
         self._decoder = Decoder(32 << 20)
 

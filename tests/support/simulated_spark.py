@@ -233,7 +233,7 @@ class Task:
     def __init__(self, partition, attempt):
         self.partitionId, self.taskAttemptId = (lambda: partition), (lambda: attempt)
         self.attemptNumber = self.stageId = lambda: 0
-        self.getLocalProperty = lambda _: "place"
+        self.getLocalProperty = lambda _: "address file"
 
 
 class Facade:

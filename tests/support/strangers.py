@@ -18,7 +18,7 @@ import psutil
 
 from support.processes import terminate
 
-__all__ = ["BECOME_NOBODY", "NOBODY", "Strangers", "as_nobody", "files_of"]
+__all__ = ["BECOME_NOBODY", "NOBODY", "HostileUser", "as_nobody", "files_of"]
 
 #: The user id and the group id of `nobody`.
 NOBODY: Final = 65534
@@ -123,7 +123,7 @@ def files_of(process: psutil.Process) -> list[str]:
     return [f"/proc/{process.pid}/{name}" for name in ("environ", "mem", "maps", "fd")]
 
 
-class Strangers:
+class HostileUser:
     """Attacks all processes of a tree, including those that start later. Use it as a context manager.
 
     Of the processes' files, it attacks only those of JVMs.
@@ -143,7 +143,7 @@ class Strangers:
         #: The numbers of attacks, and everything that the attacker opened or received. Set at the end.
         self.outcome: dict[str, Any] = {}
 
-    def __enter__(self) -> Strangers:
+    def __enter__(self) -> HostileUser:
         self._watcher.start()
         self._reader.start()
         return self

@@ -1,6 +1,6 @@
 """Channels without Spark: data arrives complete and in order, and a peer that stalls or closes causes an error.
 
-A client identifies itself only to the server that wrote the place file.
+A client identifies itself only to the server that wrote the address file.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import time
 import pytest
 
 from stagecrew.errors import ChannelClosed, ChannelError
-from stagecrew.wire import place as place_module
+from stagecrew.wire import channel_address as address_module
 from stagecrew.wire.channel import Channel
+from stagecrew.wire.channel_address import ChannelAddress
 from stagecrew.wire.frames import encode, encoded
 from stagecrew.wire.handshake import proof
-from stagecrew.wire.place import Place
-from support.fake_channel import TOKEN, FakeServer, write_place
+from support.fake_channel import TOKEN, FakeServer, write_address_file
 from support.strangers import BECOME_NOBODY, as_nobody
 
 
@@ -117,7 +117,7 @@ def connecting():
     with concurrent.futures.ThreadPoolExecutor() as pool:
 
         def start(server: FakeServer, role: str = "worker"):
-            future = pool.submit(Channel.connect, server.place, role)
+            future = pool.submit(Channel.connect, server.address_file, role)
             return lambda: contextlib.closing(future.result(10))
 
         yield start
@@ -200,7 +200,7 @@ def test_a_client_that_was_dropped_tries_again(server, connecting):
 
 
 def test_a_client_that_is_always_dropped_gives_up_at_the_timeout(tmp_path, connecting):
-    """After the channel's timeout, the error names the place file and the last cause."""
+    """After the channel's timeout, the error names the address file and the last cause."""
     with FakeServer(tmp_path, timeout=0.5) as server:
         result = connecting(server)
         began = time.monotonic()
@@ -209,70 +209,72 @@ def test_a_client_that_is_always_dropped_gives_up_at_the_timeout(tmp_path, conne
             while True:
                 server.accept()
                 server.accepted.pop().close()
-        with pytest.raises(ChannelError, match=f"cannot connect to the channel of the executor through {server.place}"):
+        with pytest.raises(
+            ChannelError, match=f"cannot connect to the channel of the executor through {server.address_file}"
+        ):
             result()
         assert 0.2 < time.monotonic() - began < 4
 
 
 def test_a_server_that_is_gone_is_an_error_at_once(server):
-    """Without a server, or without a place file, the client does not wait for the timeout."""
+    """Without a server, or without an address file, the client does not wait for the timeout."""
     server.listening.close()
     began = time.monotonic()
     with pytest.raises(ChannelError, match="cannot connect to the channel of the driver's JVM.*Connection refused"):
-        Channel.connect(server.place, "driver")
+        Channel.connect(server.address_file, "driver")
     with pytest.raises(ChannelError, match="No such file"):
-        Channel.connect(server.place + ".gone", "driver")
+        Channel.connect(server.address_file + ".gone", "driver")
     assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize(
-    ("break_place", "problem"),
+    ("break_file", "problem"),
     [
         (lambda file: file.chmod(0o644), "channel.json: other users have access to it"),
         (lambda file: file.parent.chmod(0o711), "channel: other users have access to it"),
-        (lambda file: file.write_text("{"), "is not the place file of a channel"),
-        (lambda file: file.write_text("[]"), "is not the place file of a channel"),
-        (lambda file: file.write_text('{"port": "x", "token": "t"}'), "is not the place file of a channel"),
+        (lambda file: file.write_text("{"), "is not the address file of a channel"),
+        (lambda file: file.write_text("[]"), "is not the address file of a channel"),
+        (lambda file: file.write_text('{"port": "x", "token": "t"}'), "is not the address file of a channel"),
     ],
 )
-def test_a_place_file_that_others_can_change_is_not_used(tmp_path, break_place, problem):
-    """The client does not connect if another user could have written the place file, or if it is not one."""
+def test_an_address_file_that_others_can_change_is_not_used(tmp_path, break_file, problem):
+    """The client does not connect if another user could have written the address file, or if it is not one."""
     with FakeServer(tmp_path) as server:
-        break_place(server.folder / "channel.json")
+        break_file(server.folder / "channel.json")
         with pytest.raises(ChannelError, match=problem):
-            Channel.connect(server.place, "worker")
+            Channel.connect(server.address_file, "worker")
         server.listening.settimeout(0.1)
         with pytest.raises(TimeoutError):
             server.accept()
 
 
-def test_a_link_instead_of_a_place_file_is_not_followed(tmp_path):
-    """A place file that was replaced by a symbolic link is not read."""
+def test_a_link_instead_of_an_address_file_is_not_followed(tmp_path):
+    """An address file that was replaced by a symbolic link is not read."""
     with FakeServer(tmp_path) as server:
         file = server.folder / "channel.json"
         file.rename(tmp_path / "elsewhere")
         file.symlink_to(tmp_path / "elsewhere")
         with pytest.raises(ChannelError, match="cannot connect"):
-            Channel.connect(server.place, "worker")
+            Channel.connect(server.address_file, "worker")
 
 
 @needs_root
-def test_a_place_file_of_another_user_is_not_used(tmp_path):
-    """A user other than root uses only place files of its own. In a folder, all must belong to one user."""
+def test_an_address_file_of_another_user_is_not_used(tmp_path):
+    """A user other than root uses only address files of its own. In a folder, all must belong to one user."""
     with FakeServer(tmp_path) as server:
-        os.chown(server.place, 65534, -1)
+        os.chown(server.address_file, 65534, -1)
         with pytest.raises(ChannelError, match="its folder belongs to another user"):
-            Channel.connect(server.place, "worker")
-    place = write_place(tmp_path / "mine", port=1)
-    for path in (place, os.path.dirname(place)):
+            Channel.connect(server.address_file, "worker")
+    address_file = write_address_file(tmp_path / "mine", port=1)
+    for path in (address_file, os.path.dirname(address_file)):
         os.chown(path, 65534, -1)
-    assert Place.read(place).owner == 65534  # root may
+    assert ChannelAddress.read(address_file).owner == 65534  # root may
     for folder in (tmp_path, *tmp_path.parents[:-2]):
         folder.chmod(0o755)
-    os.chown(place, 12345, -1)
-    os.chown(os.path.dirname(place), 65534, -1)
+    os.chown(address_file, 12345, -1)
+    os.chown(os.path.dirname(address_file), 65534, -1)
     # The process changes its user after its imports: the other user may be unable to read the checkout.
-    script = f"from stagecrew.wire.place import Place\n{BECOME_NOBODY}\nPlace.read({place!r})"
+    script = f"from stagecrew.wire.channel_address import ChannelAddress\n{BECOME_NOBODY}\nChannelAddress.read({address_file!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
     assert "Permission denied" in done.stderr
@@ -296,15 +298,15 @@ print(repr(listening.accept()[0].recv(100)), flush=True)
     path = str(open_to_all / "s")
     with subprocess.Popen(as_nobody(script, path), stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "listening\n"
-        place = write_place(tmp_path / "place", path=path)
+        address_file = write_address_file(tmp_path / "address_file", path=path)
         with pytest.raises(ChannelError, match="a process of user 65534 serves .*, not one of user 0"):
-            Channel.connect(place, "worker")
+            Channel.connect(address_file, "worker")
         assert other.stdout.readline() == "b''\n"
 
 
 def test_without_the_identity_of_the_peer_the_handshake_decides(tmp_path, monkeypatch, connecting):
     """Where the operating system does not tell a peer's user, such as macOS, both proofs are still required."""
-    monkeypatch.delattr(place_module.socket, "SO_PEERCRED")
+    monkeypatch.delattr(address_module.socket, "SO_PEERCRED")
     with FakeServer(tmp_path) as server:
         result = connecting(server)
         server.challenge()
@@ -315,8 +317,8 @@ def test_without_the_identity_of_the_peer_the_handshake_decides(tmp_path, monkey
             pass
 
 
-def test_the_token_is_not_in_the_description_of_a_place(tmp_path):
-    """The token does not appear in a log or a traceback that shows the place."""
-    place = Place.read(write_place(tmp_path / "place", port=1))
-    assert place.token == TOKEN
-    assert TOKEN not in repr(place)
+def test_the_token_is_not_in_the_description_of_an_address(tmp_path):
+    """The token does not appear in a log or a traceback that shows the address."""
+    address_file = ChannelAddress.read(write_address_file(tmp_path / "address_file", port=1))
+    assert address_file.token == TOKEN
+    assert TOKEN not in repr(address_file)

@@ -92,17 +92,21 @@ class World:
         self.jvm, self.executor = FakeServer(folder, maxFrame=32 << 20), FakeServer(folder / "1", maxFrame=32 << 20)
         self.host = FakeHost()
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            future = pool.submit(DriverChannel, self.jvm.place, lambda wire: self.host, Pool("test", Timers()))
+            future = pool.submit(DriverChannel, self.jvm.address_file, lambda wire: self.host, Pool("test", Timers()))
             greet(self.jvm)
             self.channel = future.result(10)
 
-    def near(self, executor: str = "1", place: str | None = None) -> None:
-        """The executor announces its place file."""
-        self.jvm.send("NEAR", executor=executor, place=self.executor.place if place is None else place)
+    def announce(self, executor: str = "1", address_file: str | None = None) -> None:
+        """The executor announces its address file."""
+        self.jvm.send(
+            "ANNOUNCE",
+            executor=executor,
+            address_file=self.executor.address_file if address_file is None else address_file,
+        )
 
     def connect(self) -> DirectConnection:
         """The driver connects to the executor, which sends a request."""
-        self.near()
+        self.announce()
         greet(self.executor, executor="1")
         return self.request()
 
@@ -160,15 +164,15 @@ def test_acknowledgements_expire_while_frames_arrive(world: World) -> None:
         thread.join(10)
 
 
-@pytest.mark.parametrize("problem", ["another executor", "no file", "no place"])
+@pytest.mark.parametrize("problem", ["another executor", "no file", "no address file"])
 def test_an_executor_that_cannot_be_reached_directly_is_reached_through_the_jvm(world: World, problem: str) -> None:
-    """The place file may be on another host, or that of another executor. Then nothing fails."""
+    """The address file may be on another host, or that of another executor. Then nothing fails."""
     if problem == "another executor":
-        world.near()
+        world.announce()
         greet(world.executor, executor="2")
         eventually(lambda: world.executor.accepted[-1].recv(1) == b"", 10, "the driver has closed the connection")
     else:
-        world.near(place="" if problem == "no place" else "/nowhere/channel.json")
+        world.announce(address_file="" if problem == "no address file" else "/nowhere/channel.json")
     world.jvm.send("FROM", executor="1", frames=REQUEST)
     eventually(lambda: world.host.named("received"))
     assert world.host.calls == [("received", "1", ["REQUEST"], None)]
@@ -229,7 +233,7 @@ def test_a_lost_executor_is_fenced(world: World) -> None:
     eventually(lambda: world.host.named("lost"))
     assert world.host.calls[-2:] == [("lost_route", "1", "Spark removed it"), ("lost", "1", "Spark removed it")]
     assert eventually(lambda: world.executor.accepted[-1].recv(1 << 16) == b"")
-    world.near()
+    world.announce()
     world.jvm.send("FROM", executor="2", frames=REQUEST)
     eventually(lambda: world.host.calls[-1][0] == "received")
     world.executor.listening.settimeout(0.3)
@@ -240,7 +244,7 @@ def test_a_lost_executor_is_fenced(world: World) -> None:
 def test_a_newer_connection_replaces_the_earlier_one(world: World) -> None:
     """An executor that announces itself again, after its JVM reconnected, has one connection."""
     world.connect()
-    world.near()
+    world.announce()
     greet(world.executor, executor="1")
     world.request()
     assert [call[1:] for call in world.host.named("lost_route")] == [("1", "executor 1 has a newer connection")]
@@ -305,13 +309,13 @@ def test_a_connection_that_is_made_while_the_channel_closes_is_closed(
     """`close` does not wait for an executor that is being connected, and leaves no connection to it open."""
     connecting, closed = threading.Event(), threading.Event()
 
-    def connect(executor: str, place: str) -> DirectConnection:
+    def connect(executor: str, address_file: str) -> DirectConnection:
         connecting.set()
         assert closed.wait(30)
-        return DirectConnection(executor, place)
+        return DirectConnection(executor, address_file)
 
     monkeypatch.setattr(connections_module, "DirectConnection", connect)
-    world.near()
+    world.announce()
     assert connecting.wait(30)
     world.channel.close()
     closed.set()

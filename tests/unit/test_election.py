@@ -26,8 +26,8 @@ from stagecrew.recovery.leadership.election import (
     Acquired,
     Election,
     Granted,
+    LeaseRequestFailed,
     Lost,
-    NoResponse,
     Refused,
     Renewed,
     Resigned,
@@ -54,7 +54,7 @@ def test_leadership_is_granted_renewed_and_ends_by_time():
     assert election.deadline == 13.0
     assert election.handle(Renewed(1, requested_at=10.5), 12.0) is None
     assert election.deadline == 13.0, "an old reply must not shorten the deadline"
-    assert election.handle(NoResponse(), 12.9) is None
+    assert election.handle(LeaseRequestFailed(), 12.9) is None
     assert election.is_valid(12.9)
     assert not election.is_valid(13.0)
     revoked = election.handle(Renewed(1, requested_at=12.8), 13.0)
@@ -294,9 +294,9 @@ def test_a_request_with_an_unknown_outcome_is_repeated():
         server.fault = fault
         events = [client.acquire_or_renew() for _ in range(3)]
         assert (
-            [type(event) for event in events] == [NoResponse] * 3
+            [type(event) for event in events] == [LeaseRequestFailed] * 3
             if moment == "before"
-            else [NoResponse, Acquired, Renewed]
+            else [LeaseRequestFailed, Acquired, Renewed]
         )
         while not isinstance(events[-1], Renewed):
             events.append(client.acquire_or_renew())
@@ -318,7 +318,7 @@ def test_a_late_acquisition_is_not_used():
             raise PossiblyInconsistentError("the request is delayed")
 
     server.fault = delay
-    assert isinstance(late.acquire_or_renew(), NoResponse)
+    assert isinstance(late.acquire_or_renew(), LeaseRequestFailed)
     other = server.session()
     other.transact(Create(HOLDER, b"another holder", ephemeral=True))
     assert late.acquire_or_renew() == Refused()

@@ -446,7 +446,7 @@ def test_lifecycle_and_hooks_together(caplog):
         ),
     )
     lifecycle = Lifecycle(CalledHooks(FakeChannel()))
-    lifecycle.describe(topology)
+    lifecycle.add_topology(topology)
     lifecycle.begin(["t"], "task")
     lifecycle.end(None)
     assert lifecycle.close("t") == ["t"]
@@ -490,7 +490,7 @@ def test_a_signal_at_any_moment_leaves_no_decorator_entered(kind):
     hooks = CalledHooks(FakeChannel())
     topology = Described("t", "t", (Registered(0, "one", listener._stagecrew, True, listener),))
     lifecycle = Lifecycle(hooks)
-    lifecycle.describe(topology)
+    lifecycle.add_topology(topology)
     lifecycle.begin(["t"], "task")
     lifecycle.end(None)
     killed = 0

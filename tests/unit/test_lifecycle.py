@@ -225,7 +225,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule(chain=st.sampled_from(CHAINS), plan=PLANS)
     def begin(self, chain, plan):
         for each in chain:
-            self.lifecycle.describe(self.topologies[each])
+            self.lifecycle.add_topology(self.topologies[each])
             self.described.add(each)
         self.tasks += 1
         task = f"task {self.tasks}"
@@ -350,7 +350,7 @@ def new_lifecycle(*topologies: Described) -> tuple[Lifecycle, FakeHooks]:
     hooks = FakeHooks()
     lifecycle = Lifecycle(hooks)
     for each in topologies:
-        lifecycle.describe(each)
+        lifecycle.add_topology(each)
     return lifecycle, hooks
 
 
@@ -420,7 +420,7 @@ def test_a_new_description_enables_disabled_listeners():
     lifecycle.close("a")
     assert not lifecycle.knows("a")
     hooks.plan = {}
-    lifecycle.describe(described)
+    lifecycle.add_topology(described)
     lifecycle.begin(["a"], "task")
     assert lifecycle.find(pool._stagecrew) is pool
 
@@ -574,7 +574,7 @@ def test_a_known_topology_does_not_change():
     first, second = Plain(), Plain()
     lifecycle, _ = new_lifecycle(topology("a", first))
     lifecycle.begin(["a"], "task")
-    lifecycle.describe(topology("a", second))
+    lifecycle.add_topology(topology("a", second))
     assert lifecycle.find(first._stagecrew) is first
     assert lifecycle.name_of("a") == "name of a"
 

@@ -173,7 +173,7 @@ import json, pickle, sys
 from types import SimpleNamespace
 from stagecrew.listeners.resolution import resolving
 from stagecrew.wire.frames import Frame
-from stagecrew.worker.descriptions import described
+from stagecrew.worker.descriptions import decode_description
 from stagecrew.worker.lifecycle import Lifecycle
 
 targets, function = pickle.load(sys.stdin.buffer)
@@ -183,7 +183,7 @@ hooks = SimpleNamespace(
 entries = [{"kind": "name", "index": i, "name": "", "target": target} for i, target in enumerate(targets)]
 lifecycle = Lifecycle(hooks)
 body = json.dumps({"name": "application", "listeners": entries})
-lifecycle.describe(described(Frame("OPEN", {"topology": "application", "body": body, "blobs": []}), lambda _: True))
+lifecycle.add_topology(decode_description(Frame("OPEN", {"topology": "application", "body": body, "blobs": []}), lambda _: True))
 lifecycle.begin(["application"], None)
 with resolving(lifecycle.find):
     print(function())

@@ -48,7 +48,7 @@ def executor(monkeypatch):
     worker_end, executor_end = socket.socketpair()
     channel = Channel(worker_end, 1 << 20, 10.0)
     channel.welcome = WELCOME
-    monkeypatch.setattr(worker_process.Channel, "connect", lambda place, role: channel)
+    monkeypatch.setattr(worker_process.Channel, "connect", lambda address_file, role: channel)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     decoder = Decoder(1 << 20)
 
@@ -73,7 +73,7 @@ def executor(monkeypatch):
 
     with spark, results, os.fdopen(os.dup(results.fileno()), "wb") as output:
         yield SimpleNamespace(
-            worker=worker_process.WorkerProcess("place"), send=executor_end.sendall, receive=receive,
+            worker=worker_process.WorkerProcess("address_file"), send=executor_end.sendall, receive=receive,
             end=executor_end.close, ended=ended, spark=spark, output=output,
         )  # fmt: skip
     signal.pthread_sigmask(signal.SIG_UNBLOCK, worker_process._END_SIGNALS)
@@ -108,12 +108,12 @@ TASK = task()
 class Journal(Listener):
     """Records its closes and tasks in a file that other processes can read."""
 
-    def __init__(self, place: str) -> None:
-        self.place = place
+    def __init__(self, address_file: str) -> None:
+        self.address_file = address_file
         self.tasks: list[Any] = []
 
     def record(self, what: str) -> None:
-        with open(self.place, "a") as file:
+        with open(self.address_file, "a") as file:
             file.write(f"{what} {os.getpid()}\n")
 
     def close(self, context):
@@ -386,9 +386,9 @@ def test_a_task_without_listeners_in_a_process_whose_topologies_have_nothing_to_
     assert executor.receive("END")["attempt"] == TASK.taskAttemptId()
     before = signal.getsignal(signal.SIGTERM)
     executor.worker.begin_without_listeners(executor.output)
-    assert executor.receive("BEGIN")["attempt"] == worker_process.UNBOOKED
+    assert executor.receive("BEGIN")["attempt"] == worker_process.NO_ATTEMPT
     executor.worker.end(None)
-    assert executor.receive("END")["attempt"] == worker_process.UNBOOKED
+    assert executor.receive("END")["attempt"] == worker_process.NO_ATTEMPT
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -44,7 +44,7 @@ def server(tmp_path: Path) -> Iterator[FakeServer]:
 
 def connected(server: FakeServer) -> DaemonSampler:
     """A daemon's sampler that takes samples in every call of `run`. It and the fake executor have exchanged proofs."""
-    sampler = DaemonSampler(0.0, server.place)
+    sampler = DaemonSampler(0.0, server.address_file)
     sampler.run(lambda: False)
     server.challenge()
     assert sampler._connection is not None
@@ -134,7 +134,7 @@ def test_sampling_takes_at_most_a_thousandth_of_a_core(server: FakeServer, idle:
 def test_the_daemon_identifies_itself_and_sends_samples_of_its_workers(kind: str, tmp_path: Path, idle: int) -> None:
     """The daemon proves that it knows the token, and then sends one frame per round, without ever waiting."""
     with FakeServer(tmp_path, kind) as server:
-        sampler = DaemonSampler(0.0, server.place)
+        sampler = DaemonSampler(0.0, server.address_file)
         sampler._workers = {idle: None, NO_SUCH_PID: None}
         sampler.run(lambda: False)
         server.accept()
@@ -153,7 +153,7 @@ def test_the_daemon_identifies_itself_and_sends_samples_of_its_workers(kind: str
 
 def test_the_daemon_connects_again_only_before_it_was_accepted(server: FakeServer) -> None:
     """If the executor closes the connection before it has sent WELCOME, the daemon connects again, but not afterwards."""
-    sampler = DaemonSampler(0.0, server.place)
+    sampler = DaemonSampler(0.0, server.address_file)
     for _ in range(3):
         sampler.run(lambda: False)
         server.accept()
@@ -173,7 +173,7 @@ def test_the_daemon_connects_again_only_before_it_was_accepted(server: FakeServe
 
 def test_the_daemon_sends_nothing_to_a_server_without_the_token(server: FakeServer, caplog: Any) -> None:
     """If the server's proof is wrong, the daemon stops sampling, logs the reason, and has sent no proof of its own."""
-    sampler = DaemonSampler(0.0, server.place)
+    sampler = DaemonSampler(0.0, server.address_file)
     sampler.run(lambda: False)
     server.challenge(token="wrong")
     sampler.run(lambda: False)
@@ -198,7 +198,7 @@ def test_a_request_for_a_worker_interrupts_a_round(server: FakeServer, idle: int
 def test_the_loop_wakes_for_the_next_sample(server: FakeServer) -> None:
     """The daemon's loop passes a timeout to `poll`. If the next sample is due earlier, `poll` returns then."""
     now = 0.0
-    sampler = DaemonSampler(10.0, server.place, clock=lambda: now)
+    sampler = DaemonSampler(10.0, server.address_file, clock=lambda: now)
     poll = sampler.poll()
     reading, writing = os.pipe()
     poll.register(reading, select.POLLIN)
@@ -234,7 +234,7 @@ def test_an_executor_that_does_not_read_delays_nothing(server: FakeServer) -> No
 
 
 def test_sampling_ends_with_its_executor(server: FakeServer, tmp_path: Path) -> None:
-    """Sampling ends when the executor closes the channel, or if the place file does not exist."""
+    """Sampling ends when the executor closes the channel, or if the address file does not exist."""
     sampler = connected(server)
     server.send("WELCOME", body="{}")
     sampler.run(lambda: False)
@@ -251,7 +251,7 @@ def test_sampling_ends_with_its_executor(server: FakeServer, tmp_path: Path) -> 
 def test_a_forked_worker_closes_the_connection(server: FakeServer) -> None:
     """The worker closes its copy of the connection and takes no samples. The daemon adds the worker to those that it
     samples."""
-    sampler = DaemonSampler(0.0, server.place)
+    sampler = DaemonSampler(0.0, server.address_file)
     sampler.run(lambda: False)
     assert sampler._connection is not None
     assert sampler._connection._socket is not None

@@ -26,8 +26,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A connection whose writes time out after 0.2 s, the executor's end, and the frames of evaluation 1."""
     ours, theirs = socket.socketpair()
     channel = Channel(ours, 1 << 20, 0.2)
-    monkeypatch.setattr(connection_module.Channel, "connect", lambda place, role: channel)
-    connection, frames = Connection("place"), []
+    monkeypatch.setattr(connection_module.Channel, "connect", lambda address_file, role: channel)
+    connection, frames = Connection("address_file"), []
     connection.add(SimpleNamespace(id=1, _handle=frames.append))
     yield SimpleNamespace(connection=connection, executor=theirs, frames=frames)
     ours.close()

@@ -58,7 +58,7 @@ class DriverChannel:
 
     def __init__(
         self,
-        place: str,
+        address_file: str,
         make_host: Callable[[DriverChannel], Host],
         pool: Pool = COORDINATORS,
         report: Callable[[bytes], object] = lambda frame: None,
@@ -66,7 +66,7 @@ class DriverChannel:
         self._pool = pool
         #: Passes a STATISTICS frame to the driver's JVM.
         self._report = report
-        self._channel = Channel.connect(place, role="driver")
+        self._channel = Channel.connect(address_file, role="driver")
         self._lock = threading.Lock()
         self._waiting: dict[Route, list[bytes]] = {}
         self._dirty: dict[Gateway, None] = {}
@@ -241,8 +241,8 @@ class DriverChannel:
         try:
             if frame.kind == "FROM":
                 self.host.received(frame["executor"], frame["frames"], direct)
-            elif frame.kind == "NEAR" and frame["place"]:
-                self._directs.connect(frame["executor"], frame["place"])
+            elif frame.kind == "ANNOUNCE" and frame["address_file"]:
+                self._directs.connect(frame["executor"], frame["address_file"])
             elif frame.kind == "LOST":
                 self._directs.lose(frame["executor"], frame["reason"])
                 self.host.lost(frame["executor"], frame["reason"])

@@ -1,6 +1,6 @@
 """A connection of the driver's Python to an executor on the same host, past Spark's RPC and the driver's JVM.
 
-The executor's channel is a socket on this host, and the driver's Python can read the executor's place file. So it
+The executor's channel is a socket on this host, and the driver's Python can read the executor's address file. So it
 connects to the executor as the executor's own Python processes do, with the same proofs. A request then passes four
 threads instead of ten. An executor on another host, or of another user, is reached through the driver's JVM.
 """
@@ -25,13 +25,13 @@ _MAX_WAIT_MS: Final = 10_000
 class DirectConnection:
     """One such connection. One thread at a time writes, and one reads."""
 
-    def __init__(self, executor: str, place: str) -> None:
+    def __init__(self, executor: str, address_file: str) -> None:
         """Connects. Raises `ChannelError` if this process cannot reach the executor directly."""
-        self._channel = Channel.connect(place, role="driver")
+        self._channel = Channel.connect(address_file, role="driver")
         if self._channel.welcome.get("executor") != executor:
             self._channel.close()
-            raise ChannelError(f"{place} is not the place file of executor {executor}")
-        self.executor, self.place = executor, place
+            raise ChannelError(f"{address_file} is not the address file of executor {executor}")
+        self.executor, self.address_file = executor, address_file
         self._unsent: collections.deque[bytes] = collections.deque()
 
     def fileno(self) -> int:

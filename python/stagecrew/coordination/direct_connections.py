@@ -63,15 +63,15 @@ class DirectConnections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def connect(self, executor: str, place: str) -> None:
+    def connect(self, executor: str, address_file: str) -> None:
         """Connects to an executor in the background, if it is on this host."""
-        ASYNC_CALLS.submit(partial(self._connect, executor, place))
+        ASYNC_CALLS.submit(partial(self._connect, executor, address_file))
 
-    def _connect(self, executor: str, place: str) -> None:
+    def _connect(self, executor: str, address_file: str) -> None:
         if self._ended.is_set() or self._reader.is_lost(executor):
             return
         try:
-            self._pending.append(DirectConnection(executor, place))
+            self._pending.append(DirectConnection(executor, address_file))
         except ChannelError as error:
             _log.debug("executor %s is reached through the driver's JVM: %s", executor, error)
             return
@@ -124,7 +124,7 @@ class DirectConnections:
                     self.write(direct)
         except ChannelError as error:
             self._drop(direct, f"the connection from coordinators to executor {direct.executor} broke: {error}")
-            connect = partial(self.connect, direct.executor, direct.place)
+            connect = partial(self.connect, direct.executor, direct.address_file)
             self._reconnects[direct.executor] = TIMERS.later(_RECONNECT_PAUSE, connect)
 
     def _drop(self, direct: DirectConnection, reason: str) -> None:

@@ -26,7 +26,7 @@ SUBTASK: Final = "__stagecrew_subtask"
 R = TypeVar("R")
 
 
-class Scope(Protocol):
+class OperatorScope(Protocol):
     """The topology that an operator belongs to, or the application."""
 
     name: str
@@ -78,7 +78,7 @@ class Operator:
     """
 
     def __init__(
-        self, scope: Scope, name: str, factory: Factory, use: str | None = None, is_transient: bool = False
+        self, scope: OperatorScope, name: str, factory: Factory, use: str | None = None, is_transient: bool = False
     ) -> None:
         self._scope = scope
         self.name = name

@@ -33,7 +33,7 @@ _MAX_ENDED: Final = 100
 Factory = Callable[["CoordinatorContext"], Coordinator]
 
 
-class Scope(Protocol):
+class OperatorsOwner(Protocol):
     """The topology, as its operators see it."""
 
     name: str
@@ -55,7 +55,7 @@ class Operators:
 
     def __init__(
         self,
-        scope: Scope,
+        scope: OperatorsOwner,
         close_timeout: Callable[[], float],
         threads: Threads | None = None,
         uses: Uses | None = None,

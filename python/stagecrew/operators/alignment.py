@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.gateway import Gateway
-    from stagecrew.coordination.operator import Operator, Scope
+    from stagecrew.coordination.operator import Operator, OperatorScope
     from stagecrew.worker.task_gateway import TaskGateway
 
 __all__ = ["Aligner", "Alignment", "AlignmentCoordinator", "align"]
@@ -238,7 +238,7 @@ class Alignment:
         return mapped
 
 
-def align(scope: Scope, name: str, drift: Any, idle_after: float | None) -> Alignment:
+def align(scope: OperatorScope, name: str, drift: Any, idle_after: float | None) -> Alignment:
     """Implements `Topology.align`."""
     from stagecrew.coordination.operator import Operator
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.gateway import Gateway
-    from stagecrew.coordination.operator import Scope
+    from stagecrew.coordination.operator import OperatorScope
     from stagecrew.operators.commit_log import CommitLog
     from stagecrew.worker.task_gateway import TaskGateway
 
@@ -96,7 +96,7 @@ class CommitCoordinator(Coordinator):
 
 
 def commit_dataset(
-    scope: Scope,
+    scope: OperatorScope,
     dataset: DataFrame,
     sink: Committer,
     name: str,

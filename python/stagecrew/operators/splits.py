@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from stagecrew.coordination.context import CoordinatorContext
-    from stagecrew.coordination.operator import Scope
+    from stagecrew.coordination.operator import OperatorScope
     from stagecrew.worker.task_gateway import TaskGateway
 
 __all__ = ["SplitCoordinator", "read_splits"]
@@ -218,7 +218,7 @@ def _ignore(_result: Any, _error: BaseException | None) -> None:
 
 
 def read_splits(
-    scope: Scope,
+    scope: OperatorScope,
     context: SparkContext,
     enumerator: Any,
     read: Callable[[Any], Iterable[pa.RecordBatch]],

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
-    from stagecrew.coordination.operator import Scope
+    from stagecrew.coordination.operator import OperatorScope
     from stagecrew.worker.task_gateway import TaskGateway
 
 __all__ = ["note_remedy", "run_supersteps"]
@@ -33,7 +33,7 @@ _SUBTASK: Final = "__stagecrew_together"
 
 
 def run_supersteps(
-    scope: Scope,
+    scope: OperatorScope,
     dataset: DataFrame,
     work: Callable[[SuperstepContext, Iterator[pa.RecordBatch]], Iterable[pa.RecordBatch]],
     schema: StructType | str,

@@ -154,7 +154,7 @@ class PluginConnection:
     def send_job_progress(self, body: str) -> None:
         """Sends the progress of the stored job that this process is running."""
         with contextlib.suppress(Exception):
-            self.facade.recovery(body)
+            self.facade.setStoredJob(body)
 
     # -- Executors and coordinators
 
@@ -204,7 +204,7 @@ class PluginConnection:
                     )
                 ack_timeout = parse_seconds(self._setting("spark.stagecrew.ack.timeout"))
                 self._channel = DriverChannel(
-                    self.facade.coordinationPlace(),
+                    self.facade.coordinationAddressFile(),
                     lambda wire: Host(wire, limit, ack_timeout),
                     report=self._send_statistics,
                 )

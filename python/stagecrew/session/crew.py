@@ -18,7 +18,7 @@ from stagecrew.partitions.report import PartitionReport, Release, policy
 from stagecrew.session.active_topologies import ActiveTopologies
 from stagecrew.session.application import APPLICATION, Application
 from stagecrew.session.connection import PluginConnection
-from stagecrew.session.registration import checked, class_names, describe, pickled
+from stagecrew.session.registration import checked, class_names, description_frame, pickled
 from stagecrew.session.reports import TopologyReport
 from stagecrew.session.topology import Topology
 
@@ -217,7 +217,7 @@ class Crew:
             return
         coordinated = bool(application.coordinators)
         self.connection.register_application(
-            describe(self.context, APPLICATION, APPLICATION, None, listeners, (), coordinated)
+            description_frame(self.context, APPLICATION, APPLICATION, None, listeners, (), coordinated)
         )
         for listener in listeners:
             listener._stagecrew.note_registration("the application", APPLICATION)

@@ -16,7 +16,7 @@ from stagecrew.listeners.resource import Resource, ResourceFactory, registering
 from stagecrew.partitions.report import Release
 from stagecrew.wire.frames import encode
 
-__all__ = ["checked", "class_names", "describe", "import_named", "pickled"]
+__all__ = ["checked", "class_names", "description_frame", "import_named", "pickled"]
 
 _log = logging.getLogger("stagecrew")
 
@@ -119,7 +119,7 @@ def _pickled(listener: Listener) -> bytes:
             ) from error
 
 
-def describe(
+def description_frame(
     context: SparkContext,
     topology: str,
     name: str,

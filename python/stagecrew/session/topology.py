@@ -17,7 +17,7 @@ from stagecrew.errors import TopologyError
 from stagecrew.listeners.listener import Listener
 from stagecrew.observability.error_summary import error_line
 from stagecrew.partitions.report import PartitionReport, Release, java_dataset
-from stagecrew.session.registration import describe
+from stagecrew.session.registration import description_frame
 from stagecrew.session.reports import TopologyReport
 from stagecrew.session.topology_operators import TopologyOperators
 
@@ -125,7 +125,7 @@ class Topology(TopologyOperators):
         outer = self._topologies.innermost
         self.parent = outer
         outer_place = self._topologies.place
-        description = describe(
+        description = description_frame(
             self._connection.context, self.id, self.name, None if outer is None else outer.id,
             self._listeners, self._jvm_listeners, release=self.release,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """The Python side of the socket between a Python process and its executor, or the driver's JVM.
 
-The JVM listens on a Unix domain socket, or on a loopback port. The place file says where (`place.py`), and contains the
-token that both sides must know (`handshake.py`). A worker gets the file's path from a local property, and the agent
-from an argument. The channel has no thread of its own: its owner reads it.
+The JVM listens on a Unix domain socket, or on a loopback port. The address file says where (`channel_address.py`), and
+contains the token that both sides must know (`handshake.py`). A worker gets the file's path from a local property, and
+the agent from an argument. The channel has no thread of its own: its owner reads it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import time
 from typing import Any, Final
 
 from stagecrew.errors import ChannelClosed, ChannelError
+from stagecrew.wire.channel_address import ChannelAddress
 from stagecrew.wire.frames import Decoder, Field, Frame, encode
 from stagecrew.wire.handshake import Handshake
-from stagecrew.wire.place import Place
 
 __all__ = ["LONGEST_WAIT", "Channel"]
 
@@ -47,32 +47,36 @@ class Channel:
         self.welcome: dict[str, Any] = {}
 
     @classmethod
-    def connect(cls, place: str, role: str) -> Channel:
-        """Connects to the JVM with this place file, and identifies this process.
+    def connect(cls, address_file: str, role: str) -> Channel:
+        """Connects to the JVM with this address file, and identifies this process.
 
         The JVM may drop the connection when strangers open very many. Then this tries again, within the channel's
         timeout.
 
-        Raises `ChannelError` if the JVM cannot be reached, is not the one that wrote the place file, or refuses the
+        Raises `ChannelError` if the JVM cannot be reached, is not the one that wrote the address file, or refuses the
         process.
         """
         peer = "the driver's JVM" if role == "driver" else "the executor"
         deadline, pause = None, _FIRST_PAUSE
         while True:
             try:
-                where = Place.read(place)
+                where = ChannelAddress.read(address_file)
                 deadline = deadline or time.monotonic() + where.timeout
                 return cls._connected(where, role, peer)
             except (BlockingIOError, ConnectionResetError, TimeoutError, ChannelClosed) as error:
                 if deadline is None or time.monotonic() + pause > deadline:
-                    raise ChannelError(f"cannot connect to the channel of {peer} through {place}: {error}") from error
+                    raise ChannelError(
+                        f"cannot connect to the channel of {peer} through {address_file}: {error}"
+                    ) from error
             except OSError as error:  # it is gone
-                raise ChannelError(f"cannot connect to the channel of {peer} through {place}: {error}") from error
+                raise ChannelError(
+                    f"cannot connect to the channel of {peer} through {address_file}: {error}"
+                ) from error
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     @classmethod
-    def _connected(cls, where: Place, role: str, peer: str) -> Channel:
+    def _connected(cls, where: ChannelAddress, role: str, peer: str) -> Channel:
         connection = where.new_socket()
         try:
             connection.settimeout(where.timeout)

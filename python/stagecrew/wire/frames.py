@@ -112,7 +112,7 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "TO": (97, (("executor", "s"), ("frames", "b"))),
     "LOST": (98, (("executor", "s"), ("reason", "s"))),
     # Where the driver's Python connects directly, if it is on the executor's host.
-    "NEAR": (101, (("executor", "s"), ("place", "s"))),
+    "ANNOUNCE": (101, (("executor", "s"), ("address_file", "s"))),
     "STATISTICS": (100, (("sequence", "q"), ("body", "s"))),
 }
 

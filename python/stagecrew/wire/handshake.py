@@ -1,6 +1,6 @@
 """The client's part of a channel's handshake. It makes and checks frames, and has no socket.
 
-Both sides prove that they know the token in the channel's place file (`place.py`), and neither sends it:
+Both sides prove that they know the token in the channel's address file (`channel_address.py`), and neither sends it:
 
     client -> server    CONNECT      the client's nonce
     server -> client    CHALLENGE    the server's nonce, and the server's proof
@@ -50,8 +50,8 @@ class Handshake:
             bytes(challenge["proof"]), proof(self._token, "server", self._nonce, challenge["nonce"])
         ):
             raise ChannelError(
-                f"the process that replied is not {self._peer}, because it does not know the token in the place file; "
-                f"only a random number was sent to it"
+                f"the process that replied is not {self._peer}, because it does not know the token in the address "
+                "file; only a random number was sent to it"
             )
         process, pid = uuid.uuid4().hex, os.getpid()
         others = (self._role, process, str(pid), __version__)

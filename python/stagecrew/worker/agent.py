@@ -22,7 +22,7 @@ from stagecrew.observability.error_summary import format_message_first
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import Frame
 from stagecrew.worker import fork_safety
-from stagecrew.worker.descriptions import described, lifetime_of
+from stagecrew.worker.descriptions import decode_description, lifetime_of
 from stagecrew.worker.hooks import CalledHooks
 from stagecrew.worker.lifecycle import Described, Lifecycle
 from stagecrew.worker.sampling import FIRST_SAMPLE, Sampler, configured
@@ -113,11 +113,11 @@ class Agent:
                 )
                 return entry["scope"] == "executor" and lifetime in (None, entry["lifetime"])
 
-            topology = described(frame, add_entry)
+            topology = decode_description(frame, add_entry)
             for entry, registered in zip(body["listeners"], topology.listeners, strict=True):
                 entry["name"] = registered.name
             if any(registered.listener is not None for registered in topology.listeners):
-                self._lifecycle.describe(topology)
+                self._lifecycle.add_topology(topology)
                 self._lifecycle.open(topology.id)
                 self._values(topology, body, blobs)
         except Exception as error:
@@ -153,12 +153,12 @@ def _pickled(listener: Listener) -> bytes:
 
 
 def main(arguments: list[str]) -> None:
-    """`python -m stagecrew.worker.agent PLACE [FOLDER ...]`: the executor's place file, and folders for the path."""
-    place, *folders = arguments
+    """`python -m stagecrew.worker.agent ADDRESS_FILE [FOLDER ...]`: the channel's file, and folders for `sys.path`."""
+    address_file, *folders = arguments
     sys.path[1:1] = folders
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the driver's terminal is for the driver
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    Agent(Channel.connect(place, role="agent")).run()
+    Agent(Channel.connect(address_file, role="agent")).run()
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ class Receiver(Protocol):
 class Connection:
     """The connection of this process to its executor. Thread-safe."""
 
-    def __init__(self, place: str) -> None:
-        self._channel = Channel.connect(place, role="evaluations")
-        self.place = place
+    def __init__(self, address_file: str) -> None:
+        self._channel = Channel.connect(address_file, role="evaluations")
+        self.address_file = address_file
         self.welcome = self._channel.welcome
         self.changed = threading.Condition()
         self._reading = False
@@ -109,10 +109,10 @@ _current: Connection | None = None
 _connecting: Final = threading.Lock()
 
 
-def connected(place: str) -> Connection:
-    """Returns this process's connection to the executor with this place file."""
+def connected(address_file: str) -> Connection:
+    """Returns this process's connection to the executor with this address file."""
     global _current
     with _connecting:
-        if _current is None or _current.place != place or _current.broken is not None:
-            _current = Connection(place)
+        if _current is None or _current.address_file != address_file or _current.broken is not None:
+            _current = Connection(address_file)
         return _current

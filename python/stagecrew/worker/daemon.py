@@ -32,7 +32,7 @@ import pyspark.daemon
 
 from stagecrew.observability.error_summary import remove_own_frames
 from stagecrew.worker import graceful_shutdown, sampling
-from stagecrew.worker.process import CHAIN, PLACE, WorkerProcess, flush_standard_streams
+from stagecrew.worker.process import ADDRESS_FILE, CHAIN, WorkerProcess, flush_standard_streams
 
 _original_worker = pyspark.daemon.worker
 _process: WorkerProcess | None = None
@@ -76,9 +76,9 @@ def _begin_task(output: BinaryIO) -> None:
             _process.begin_without_listeners(output)
         return
     if _process is None:
-        place = context.getLocalProperty(PLACE)  # type: ignore[union-attr]
-        assert place is not None, "the executor's shim sets both properties"
-        _process = WorkerProcess(place)
+        address_file = context.getLocalProperty(ADDRESS_FILE)  # type: ignore[union-attr]
+        assert address_file is not None, "the executor's shim sets both properties"
+        _process = WorkerProcess(address_file)
     _process.begin(context, chain.split(" "), output)
 
 

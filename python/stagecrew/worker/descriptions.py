@@ -14,7 +14,7 @@ from stagecrew.listeners.resource import ResourceFactory
 from stagecrew.wire.frames import Frame
 from stagecrew.worker.lifecycle import Described, Registered
 
-__all__ = ["described", "lifetime_of", "named"]
+__all__ = ["decode_description", "lifetime_of", "named"]
 
 #: The first part of the id of an execution's topology.
 EXECUTION: Final = "execution-"
@@ -50,7 +50,7 @@ def named(target: str, where: str = "on this executor") -> Listener:
     return found
 
 
-def described(frame: Frame, mine: Callable[[dict[str, Any]], bool]) -> Described:
+def decode_description(frame: Frame, mine: Callable[[dict[str, Any]], bool]) -> Described:
     """Returns the topology of a TOPOLOGY frame (to a worker) or an OPEN frame (to the agent).
 
     Args:

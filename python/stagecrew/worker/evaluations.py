@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from stagecrew.errors import OperatorMisused
 from stagecrew.worker.connection import connected
-from stagecrew.worker.process import PLACE
+from stagecrew.worker.process import ADDRESS_FILE
 from stagecrew.worker.task_gateway import Bound, TaskGateway
 
 __all__ = ["PARTITION", "evaluate"]
@@ -25,17 +25,17 @@ def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
     from pyspark import TaskContext
 
     context = TaskContext.get()
-    place = context.getLocalProperty(PLACE) if context is not None else None
-    if not place:
+    address_file = context.getLocalProperty(ADDRESS_FILE) if context is not None else None
+    if not address_file:
         raise OperatorMisused(
             f"a function bound to operator {bound.operator!r} ran outside of topology {bound.topology!r}: run the "
             f"action inside its `with` statement, because a lazy dataset has no coordinator later. If the dataset's "
             f"stored partitions were released with the topology, call `topology.keep(dataset)` inside it to keep them"
         )
-    connection = connected(place)
+    connection = connected(address_file)
     subtask: int | None = None
     if bound.subtask == PARTITION:
-        assert context is not None  # only a task has a place
+        assert context is not None  # only a task has an address file
         subtask = context.partitionId()
     elif bound.subtask is not None:
         subtask, batches = _read_subtask(bound.subtask, args[0])

@@ -134,7 +134,7 @@ class Lifecycle:
         """Whether this listener is open here."""
         return self._states.get((topology, index)) is State.OPEN
 
-    def describe(self, topology: Described) -> None:
+    def add_topology(self, topology: Described) -> None:
         """Adds a topology. A known topology does not change."""
         self._topologies.setdefault(topology.id, topology)
 

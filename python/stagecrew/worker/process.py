@@ -24,21 +24,21 @@ from stagecrew.listeners.resolution import resolving
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import Frame
 from stagecrew.worker import fork_safety, graceful_shutdown
-from stagecrew.worker.descriptions import described
+from stagecrew.worker.descriptions import decode_description
 from stagecrew.worker.hooks import CalledHooks
 from stagecrew.worker.lifecycle import Lifecycle
 
-__all__ = ["CHAIN", "PLACE", "STAGE_ATTEMPT", "WorkerProcess"]
+__all__ = ["ADDRESS_FILE", "CHAIN", "STAGE_ATTEMPT", "WorkerProcess"]
 
-#: Local properties that the executor's shim sets: the topologies of the task (outermost first), the place file (which
+#: Local properties that the executor's shim sets: the topologies of the task (outermost first), the address file (which
 #: has the port and the token of the channel), and the attempt of the stage, which PySpark's TaskContext does not have.
 CHAIN: Final = "spark.stagecrew.chain"
-PLACE: Final = "spark.stagecrew.place"
+ADDRESS_FILE: Final = "spark.stagecrew.addressFile"
 STAGE_ATTEMPT: Final = "spark.stagecrew.stageAttempt"
 
 #: The attempt in the frames BEGIN and END of a task without listeners. The executor does not count such a task in any
 #: topology.
-UNBOOKED: Final = -1
+NO_ATTEMPT: Final = -1
 
 _END_SIGNALS: Final = (int(signal.SIGTERM), int(signal.SIGHUP))
 
@@ -46,8 +46,8 @@ _END_SIGNALS: Final = (int(signal.SIGTERM), int(signal.SIGHUP))
 class WorkerProcess:
     """The listeners of this worker. It is created at the first task that has listeners."""
 
-    def __init__(self, place: str) -> None:
-        self._channel = Channel.connect(place, role="worker")
+    def __init__(self, address_file: str) -> None:
+        self._channel = Channel.connect(address_file, role="worker")
         self._hooks = CalledHooks(self._channel)
         self._lifecycle = Lifecycle(self._hooks)
         self._attempt: int | None = None
@@ -99,14 +99,14 @@ class WorkerProcess:
         """
         if not self._lifecycle.has_topologies:
             return
-        self._attempt = UNBOOKED
+        self._attempt = NO_ATTEMPT
         if self.anything_open:
             # The error that `get()` raises in such a task then names the topologies that have the listener.
             self._resolving.enter_context(resolving(self._lifecycle.find))
             self._output = output
             self._install_handlers("raise")
         with contextlib.suppress(ChannelError):  # without its executor, the task needs no listener
-            self._channel.send("BEGIN", attempt=UNBOOKED)
+            self._channel.send("BEGIN", attempt=NO_ATTEMPT)
         self._raise_noted()
 
     def end(self, error: BaseException | None) -> None:
@@ -134,7 +134,7 @@ class WorkerProcess:
     def _describe(self, topology: str) -> None:
         self._channel.send("DESCRIBE", topology=topology)
         frame = self._channel.wait_for("TOPOLOGY", topology=topology)
-        self._lifecycle.describe(described(frame, lambda entry: entry["scope"] == "worker"))
+        self._lifecycle.add_topology(decode_description(frame, lambda entry: entry["scope"] == "worker"))
 
     def _task(self, context: Any, topology: str) -> Task:
         welcome = self._channel.welcome

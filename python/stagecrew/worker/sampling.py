@@ -28,13 +28,13 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from stagecrew.wire.channel_address import ChannelAddress
 from stagecrew.wire.frames import Decoder, Frame, encode
 from stagecrew.wire.handshake import Handshake
-from stagecrew.wire.place import Place
 
 __all__ = ["FIRST_SAMPLE", "VARIABLE", "DaemonSampler", "Sampler", "configured", "install"]
 
-#: The environment variable that the executor sets: the seconds between two samples, a space, and the place file.
+#: The environment variable that the executor sets: the seconds between two samples, a space, and the address file.
 VARIABLE: Final = "STAGECREW_SAMPLING"
 
 #: The first sample is taken after this many seconds at most.
@@ -48,9 +48,9 @@ _log = logging.getLogger("stagecrew")
 
 
 def configured() -> tuple[float, str] | None:
-    """The seconds between two samples and the place file of the executor's channel; None if sampling is off."""
-    seconds, _, place = os.environ.get(VARIABLE, "").partition(" ")
-    return (float(seconds), place) if place else None
+    """The seconds between two samples and the address file of the executor's channel; None if sampling is off."""
+    seconds, _, address_file = os.environ.get(VARIABLE, "").partition(" ")
+    return (float(seconds), address_file) if address_file else None
 
 
 class Sampler:
@@ -114,9 +114,9 @@ class Sampler:
 class DaemonSampler:
     """Samples the workers of PySpark's daemon, between the waits of its loop."""
 
-    def __init__(self, seconds: float, place: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float, address_file: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock = seconds, clock
-        self._connection: _Connection | None = _Connection(place)
+        self._connection: _Connection | None = _Connection(address_file)
         self._sampler = Sampler("worker", clock)
         self._workers: dict[int, None] = {}
         self._due = clock() + min(FIRST_SAMPLE, seconds)
@@ -200,8 +200,8 @@ class _Poll:
 class _Connection:
     """The connection to the executor's channel. It never waits: bytes that cannot be written at once are kept."""
 
-    def __init__(self, place: str) -> None:
-        self._place = place
+    def __init__(self, address_file: str) -> None:
+        self._address_file = address_file
         self._socket: socket.socket | None = None
         self._handshake: Handshake | None = None
         self._decoder = Decoder(_MAX_FRAME)
@@ -245,7 +245,7 @@ class _Connection:
         return self._socket
 
     def _connect(self) -> None:
-        where = Place.read(self._place)
+        where = ChannelAddress.read(self._address_file)
         self._socket = where.new_socket()
         self._socket.setblocking(False)
         error = self._socket.connect_ex(where.address)

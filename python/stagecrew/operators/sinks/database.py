@@ -81,7 +81,7 @@ class DatabaseSink:
     @property
     def identity(self) -> str:
         """The table and its database, without secrets."""
-        return f"{self!r} in {self._dialect.place()}"
+        return f"{self!r} in {self._dialect.location()}"
 
     def begin(self, staging: Staging) -> None:
         """See `Committer.begin`."""
@@ -90,7 +90,7 @@ class DatabaseSink:
                 self._require_columns(database, staging)
                 self._dialect.create_stage(database, self._stage_of(staging), self._table, staging.schema.names)
                 # Try a commit without rows, so that a missing permission is an error now, before tasks run.
-                with self._dialect.undone(database):
+                with self._dialect.rolled_back(database):
                     self._add(database, staging, [{"attempt": 0, "rows": 0}])
         except self._dialect.errors() as error:
             raise CommitFailed(
@@ -121,7 +121,7 @@ class DatabaseSink:
             if first is None:
                 return None
             with self._connected() as database:
-                insert = self._inserting(database, self._stage_of(staging), names)
+                insert = self._row_inserter(database, self._stage_of(staging), names)
                 for batch in itertools.chain([first], batches):
                     columns = [_values(batch.column(name)) for name in names]
                     with self._within(database):
@@ -134,8 +134,8 @@ class DatabaseSink:
             ) from error
         return {"attempt": attempt, "rows": rows, "bytes": size}
 
-    def _inserting(self, database: Any, stage: str, names: Sequence[str]) -> Callable[[list[tuple[Any, ...]]], None]:
-        return self._dialect.inserting(database, stage, names)
+    def _row_inserter(self, database: Any, stage: str, names: Sequence[str]) -> Callable[[list[tuple[Any, ...]]], None]:
+        return self._dialect.row_inserter(database, stage, names)
 
     def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
         """See `Committer.commit`."""
@@ -239,8 +239,8 @@ class DatabaseSink:
                 return [target for (target,) in database.execute(text, (commit_id,)).fetchall()]
         except self._dialect.errors() as error:
             raise CommitFailed(
-                f"the database of table {self._table}{self._dialect.described} cannot be used: {type(error).__name__}: "
-                f"{error}. Check that it exists, and its permissions"
+                f"the database of table {self._table}{self._dialect.location_text} cannot be used: "
+                f"{type(error).__name__}: {error}. Check that it exists, and its permissions"
             ) from error
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:

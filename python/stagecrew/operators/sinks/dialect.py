@@ -23,9 +23,9 @@ class Dialect(Protocol):
     #: The placeholder of a parameter in SQL.
     placeholder: str
     #: How messages name the database, between commas. Empty if the table's name is sufficient.
-    described: str
+    location_text: str
 
-    def place(self) -> str:
+    def location(self) -> str:
         """The location of the database, without secrets."""
 
     def connection(self) -> AbstractContextManager[Any]:
@@ -34,13 +34,15 @@ class Dialect(Protocol):
     def transaction(self, connection: Any) -> AbstractContextManager[None]:
         """A transaction, which is committed at the end, or rolled back after an error."""
 
-    def undone(self, connection: Any) -> AbstractContextManager[None]:
+    def rolled_back(self, connection: Any) -> AbstractContextManager[None]:
         """A part of a transaction that is rolled back at the end."""
 
     def create_stage(self, connection: Any, stage: str, table: str, columns: Sequence[str]) -> None:
         """Creates a stage table, with the types of the target table's columns."""
 
-    def inserting(self, connection: Any, stage: str, columns: Sequence[str]) -> Callable[[list[tuple[Any, ...]]], None]:
+    def row_inserter(
+        self, connection: Any, stage: str, columns: Sequence[str]
+    ) -> Callable[[list[tuple[Any, ...]]], None]:
         """Returns a function that inserts rows into a stage table. Each row begins with the id of the task attempt."""
 
     def create_commits(self, connection: Any, statement: str) -> None:

@@ -16,9 +16,9 @@ from stagecrew.operators.sinks.dialect import ATTEMPT, BUSY, Transaction, quoted
 __all__ = ["Postgres"]
 
 #: The sink drops a connection after this many seconds without a packet from the server's host.
-_SILENCE: Final = 60
+_MAX_SILENCE: Final = 60
 #: How many seconds to wait for a task that is still staging rows after its commit has ended.
-_PATIENCE: Final = 5
+_STAGE_LOCK_TIMEOUT: Final = 5
 _ESCAPE: Final = "in a password, and in names, write / as %2F, @ as %40, ? as %3F and % as %25"
 
 
@@ -26,14 +26,14 @@ class Postgres:
     """See `Dialect`."""
 
     placeholder = "%s"
-    described = ""
+    location_text = ""
 
     def __init__(self, url: str, table: str) -> None:
         if _is_misread(url.partition("://")[2]):
             raise OperatorMisused(f"the database url for table {table} has an @ in its path: {_ESCAPE}")
         self._url, self._table = url, table
 
-    def place(self) -> str:
+    def location(self) -> str:
         """See `Dialect`."""
         known = self._parts()
         if "service" not in known:
@@ -95,10 +95,10 @@ class Postgres:
         given = self._parts()
         timeouts = {
             "connect_timeout": BUSY,
-            "tcp_user_timeout": _SILENCE * 1000,
+            "tcp_user_timeout": _MAX_SILENCE * 1000,
             "keepalives": 1,
-            "keepalives_idle": max(_SILENCE // 2, 1),
-            "keepalives_interval": max(_SILENCE // 6, 1),
+            "keepalives_idle": max(_MAX_SILENCE // 2, 1),
+            "keepalives_interval": max(_MAX_SILENCE // 6, 1),
             "keepalives_count": 3,
         }
         return {name: value for name, value in timeouts.items() if name not in given}
@@ -109,10 +109,10 @@ class Postgres:
         with connection.transaction():
             yield
 
-    def undone(self, connection: Any) -> AbstractContextManager[None]:
+    def rolled_back(self, connection: Any) -> AbstractContextManager[None]:
         """See `Dialect`."""
-        undone: AbstractContextManager[None] = connection.transaction(force_rollback=True)
-        return undone
+        rolled_back: AbstractContextManager[None] = connection.transaction(force_rollback=True)
+        return rolled_back
 
     def create_stage(self, connection: Any, stage: str, table: str, columns: Sequence[str]) -> None:
         """See `Dialect`."""
@@ -122,7 +122,9 @@ class Postgres:
             f"FROM {table} WHERE 1 = 0"
         )
 
-    def inserting(self, connection: Any, stage: str, columns: Sequence[str]) -> Callable[[list[tuple[Any, ...]]], None]:
+    def row_inserter(
+        self, connection: Any, stage: str, columns: Sequence[str]
+    ) -> Callable[[list[tuple[Any, ...]]], None]:
         """See `Dialect`."""
         names = ", ".join([ATTEMPT, *map(quoted_name, columns)])
 
@@ -149,7 +151,7 @@ class Postgres:
 
         def drop() -> None:
             with transaction():
-                connection.execute(f"SET LOCAL lock_timeout = '{_PATIENCE}s'")
+                connection.execute(f"SET LOCAL lock_timeout = '{_STAGE_LOCK_TIMEOUT}s'")
                 connection.execute(f"DROP TABLE IF EXISTS {stage}")
 
         try:

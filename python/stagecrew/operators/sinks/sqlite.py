@@ -22,9 +22,9 @@ class Sqlite:
     def __init__(self, url: str) -> None:
         # Resolve the path now, because the working directories of tasks differ.
         self._file = os.path.abspath(urllib.parse.unquote(url.partition("sqlite:///")[2]))  # noqa: PTH100
-        self.described = f", {self._file},"
+        self.location_text = f", {self._file},"
 
-    def place(self) -> str:
+    def location(self) -> str:
         """See `Dialect`."""
         return self._file
 
@@ -50,7 +50,7 @@ class Sqlite:
         connection.execute("COMMIT")
 
     @contextlib.contextmanager
-    def undone(self, connection: Any) -> Iterator[None]:
+    def rolled_back(self, connection: Any) -> Iterator[None]:
         """See `Dialect`."""
         connection.execute("SAVEPOINT tried")
         yield
@@ -63,7 +63,9 @@ class Sqlite:
         typed = ", ".join(f"{quoted_name(column)} {_strict_type(types[column])}" for column in columns)
         connection.execute(f"CREATE TABLE {stage} ({ATTEMPT} INTEGER, {typed}) STRICT")
 
-    def inserting(self, connection: Any, stage: str, columns: Sequence[str]) -> Callable[[list[tuple[Any, ...]]], None]:
+    def row_inserter(
+        self, connection: Any, stage: str, columns: Sequence[str]
+    ) -> Callable[[list[tuple[Any, ...]]], None]:
         """See `Dialect`."""
         names = ", ".join([ATTEMPT, *map(quoted_name, columns)])
         marks = ", ".join("?" * (len(columns) + 1))

@@ -13,8 +13,8 @@ from stagecrew.recovery.leadership.election import (
     Election,
     ElectionEvent,
     Granted,
+    LeaseRequestFailed,
     Lost,
-    NoResponse,
     Resigned,
     Revoked,
     Suspended,
@@ -283,7 +283,7 @@ class Candidate:
         if isinstance(event, Lost):
             self._handle(event)
             return False
-        self._record_error(event.error if isinstance(event, NoResponse) else None)
+        self._record_error(event.error if isinstance(event, LeaseRequestFailed) else None)
         if client.store.suspended:
             self._handle(Suspended())
         if isinstance(self._handle(event, client.store), Granted):

@@ -10,8 +10,8 @@ __all__ = [
     "Election",
     "ElectionEvent",
     "Granted",
+    "LeaseRequestFailed",
     "Lost",
-    "NoResponse",
     "Refused",
     "Renewed",
     "Resigned",
@@ -45,7 +45,7 @@ class Renewed:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoResponse:
+class LeaseRequestFailed:
     """The request failed. If `error` is a `PossiblyInconsistentError`, its outcome is unknown."""
 
     error: Exception | None = None
@@ -78,7 +78,7 @@ class Resigned:
 
 
 #: The inputs of an election.
-ElectionEvent = Acquired | Refused | Renewed | NoResponse | Suspended | Lost | Ticked | Resigned
+ElectionEvent = Acquired | Refused | Renewed | LeaseRequestFailed | Suspended | Lost | Ticked | Resigned
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stagecrew.errors import SessionLost, StoreConflict, StoreError
-from stagecrew.recovery.leadership.election import Acquired, ElectionEvent, Lost, NoResponse, Refused, Renewed
+from stagecrew.recovery.leadership.election import Acquired, ElectionEvent, LeaseRequestFailed, Lost, Refused, Renewed
 from stagecrew.recovery.leadership.fencing import HOLDER, TERM, LeaderInfo, fence
 from stagecrew.recovery.stores.contract import Check, Create, Entry, Replace, Store
 
@@ -38,7 +38,7 @@ class LeaseClient:
         except SessionLost as error:
             return Lost(str(error))
         except StoreError as error:
-            return NoResponse(error)
+            return LeaseRequestFailed(error)
 
     def _acquire(self) -> ElectionEvent:
         if self._pending is None:

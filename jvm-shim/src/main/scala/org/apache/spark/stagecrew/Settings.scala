@@ -22,22 +22,22 @@ final class Settings(conf: SparkConf) {
     case other => throw new IllegalArgumentException(s"$Channel=$other: it must be auto, unix or tcp")
   }
   val channelTimeoutMs: Long = time(ChannelTimeout)
-  val direct: Boolean = conf.getBoolean(Direct, defaults(Direct).toBoolean)
+  val directConnections: Boolean = conf.getBoolean(Direct, defaults(Direct).toBoolean)
   val maxFrame: Int = math.min(bytes(MaxFrame), Int.MaxValue - 16L).toInt
   val reportIntervalMs: Long = time(ReportInterval)
   val processesIntervalMs: Long = conf.getTimeAsMs(ProcessesInterval, defaults(ProcessesInterval))
   if (processesIntervalMs < 0) throw new IllegalArgumentException(
     s"$ProcessesInterval=${conf.get(ProcessesInterval)}: it must be a positive time, or 0 to take no samples")
-  val mailboxEvents: Int = number(MailboxEvents)
+  val mailboxEvents: Int = positiveInt(MailboxEvents)
   val mailboxBytes: Long = bytes(MailboxBytes)
-  val retainedTopologies: Int = number(RetainedTopologies)
-  val retainedDeadExecutors: Int = number(RetainedDeadExecutors)
+  val retainedTopologies: Int = positiveInt(RetainedTopologies)
+  val retainedDeadExecutors: Int = positiveInt(RetainedDeadExecutors)
   val eventLogIntervalMs: Long = time(EventLogInterval)
-  val eventLogMaxEvents: Int = number(EventLogMaxEvents)
+  val eventLogMaxEvents: Int = positiveInt(EventLogMaxEvents)
 
   private def time(key: String): Long = positive(key, conf.getTimeAsMs(key, defaults(key)))
   private def bytes(key: String): Long = positive(key, conf.getSizeAsBytes(key, defaults(key)))
-  private def number(key: String): Int = positive(key, conf.getInt(key, defaults(key).toInt).toLong).toInt
+  private def positiveInt(key: String): Int = positive(key, conf.getInt(key, defaults(key).toInt).toLong).toInt
 
   private def positive(key: String, value: Long): Long = {
     if (value <= 0) throw new IllegalArgumentException(
@@ -81,7 +81,7 @@ object Settings {
     .foreach { case (name, default) => key(name, default) }
 
   /** Every key with its default. A test compares them with `conf.py`. */
-  def known: JMap[String, String] = new JLinkedHashMap(defaults.asJava)
+  def allDefaults: JMap[String, String] = new JLinkedHashMap(defaults.asJava)
 
   /** The keys that start with `Prefix`, but are not known. They are probably misspelled. */
   def unknown(conf: SparkConf): Seq[String] =

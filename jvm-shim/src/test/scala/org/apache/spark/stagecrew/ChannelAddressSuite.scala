@@ -9,7 +9,7 @@ import scala.jdk.CollectionConverters._
 import org.apache.spark.stagecrew.spark.SparkInternals
 import org.apache.spark.stagecrew.wire.ChannelAddress
 
-/** Where a channel listens: beside its place file if possible, else in a short folder, else on a loopback port. */
+/** Where a channel listens: beside its address file if possible, else in a short folder, else on a loopback port. */
 class ChannelAddressSuite extends AnyFunSuite {
   private val Private = PosixFilePermissions.asFileAttribute(PosixFilePermissions.fromString("rwx------"))
 
@@ -39,7 +39,7 @@ class ChannelAddressSuite extends AnyFunSuite {
     assert(wrong.getMessage == "spark.stagecrew.channel=udp: it must be auto, unix or tcp")
   }
 
-  test("the socket is beside the place file if its path is short") {
+  test("the socket is beside the address file if its path is short") {
     withFolders { (temporary, _) =>
       val folder = Files.createTempDirectory(temporary, "c", Private)
       val address = open("auto", folder)
@@ -49,7 +49,7 @@ class ChannelAddressSuite extends AnyFunSuite {
     }
   }
 
-  test("if the path is too long, socket and place file are in a private folder of the temporary directory") {
+  test("if the path is too long, socket and address file are in a private folder of the temporary directory") {
     withFolders { (temporary, deep) =>
       val address = open("auto", deep, temporary)
       assert(address.folder.getParent == temporary && address.field._1 == "path")

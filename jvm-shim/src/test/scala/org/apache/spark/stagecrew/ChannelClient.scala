@@ -10,8 +10,8 @@ import javax.crypto.Mac
 import javax.crypto.spec.SecretKeySpec
 import org.apache.spark.stagecrew.wire.{Frame, FrameReader, Frames, Json}
 
-/** The content of a place file, as a client reads it. */
-final case class ChannelPlace(path: Option[String], port: Option[Int], token: String) {
+/** The content of an address file, as a client reads it. */
+final case class ClientAddress(path: Option[String], port: Option[Int], token: String) {
   def connect(): SocketChannel = path match {
     case Some(socket) =>
       val channel = SocketChannel.open(StandardProtocolFamily.UNIX)
@@ -21,17 +21,17 @@ final case class ChannelPlace(path: Option[String], port: Option[Int], token: St
   }
 }
 
-object ChannelPlace {
-  def read(file: Path): ChannelPlace = {
-    val place = Json.parse(Files.readString(file))
-    ChannelPlace(Option(place.get("path")).map(_.asText), Option(place.get("port")).map(_.asInt),
-      place.get("token").asText)
+object ClientAddress {
+  def read(file: Path): ClientAddress = {
+    val address = Json.parse(Files.readString(file))
+    ClientAddress(Option(address.get("path")).map(_.asText), Option(address.get("port")).map(_.asInt),
+      address.get("token").asText)
   }
 }
 
 /** A client of a channel, with each step of the handshake under the test's control. */
-final class ChannelClient(place: ChannelPlace) {
-  val channel: SocketChannel = place.connect()
+final class ChannelClient(address: ClientAddress) {
+  val channel: SocketChannel = address.connect()
   private val reader = new FrameReader(channel)
   private val nonce = Array.fill(32)(7.toByte)
   val connect: Array[Byte] = Frames.encode("CONNECT", nonce)
@@ -45,7 +45,7 @@ final class ChannelClient(place: ChannelPlace) {
 
   /** The reply to a challenge. A test can change the token, the version, and the role that the proof is for. */
   def hello(
-      challenge: Frame, token: String = place.token, version: String = "1.0", provenRole: String = "worker",
+      challenge: Frame, token: String = address.token, version: String = "1.0", provenRole: String = "worker",
       side: String = "client"): Array[Byte] = {
     val proof = ChannelClient.proof(
       token, nonce, challenge.bytes("nonce"), Seq(side, provenRole, "p1", "42", version))
@@ -60,7 +60,7 @@ final class ChannelClient(place: ChannelPlace) {
 
   /** Whether the server's challenge proves that it knows the token. */
   def isProved(challenge: Frame): Boolean = challenge.bytes("proof").toSeq ==
-    ChannelClient.proof(place.token, nonce, challenge.bytes("nonce"), Seq("server")).toSeq
+    ChannelClient.proof(address.token, nonce, challenge.bytes("nonce"), Seq("server")).toSeq
 
   /** The whole handshake. Returns the server's last frame. */
   def greet(): Frame = {

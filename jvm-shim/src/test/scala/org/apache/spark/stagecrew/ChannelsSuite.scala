@@ -38,8 +38,8 @@ class ChannelsSuite extends AnyFunSuite {
   }
 
   private final class Server(val channels: Channels, val echo: Echo, val kind: String) {
-    val place: ChannelPlace = ChannelPlace.read(channels.place)
-    def client(): ChannelClient = new ChannelClient(place)
+    val address: ClientAddress = ClientAddress.read(channels.addressFile)
+    def client(): ChannelClient = new ChannelClient(address)
 
     def known(): ChannelClient = {
       val known = client()
@@ -96,16 +96,16 @@ class ChannelsSuite extends AnyFunSuite {
       server.stillServes(good)
     }
 
-  onEach("only this user can read the place file, which says where to connect, and has the token") { server =>
+  onEach("only this user can read the address file, which says where to connect, and has the token") { server =>
     import server.channels
-    assert(PosixFilePermissions.toString(Files.getPosixFilePermissions(channels.place)) == "rw-------")
-    assert(PosixFilePermissions.toString(Files.getPosixFilePermissions(channels.place.getParent)) == "rwx------")
-    val place = wire.Json.parse(Files.readString(channels.place))
-    assert(place.get("maxFrame").asInt == 65536)
-    assert(place.get("timeout").asDouble == TimeoutMs / 1000.0)
-    assert(server.place.token.matches("[0-9a-f]{64}"))
-    assert(server.place.path.isDefined == (server.kind == "unix"))
-    assert(server.place.port.isDefined == (server.kind == "tcp"))
+    assert(PosixFilePermissions.toString(Files.getPosixFilePermissions(channels.addressFile)) == "rw-------")
+    assert(PosixFilePermissions.toString(Files.getPosixFilePermissions(channels.addressFile.getParent)) == "rwx------")
+    val address = wire.Json.parse(Files.readString(channels.addressFile))
+    assert(address.get("maxFrame").asInt == 65536)
+    assert(address.get("timeout").asDouble == TimeoutMs / 1000.0)
+    assert(server.address.token.matches("[0-9a-f]{64}"))
+    assert(server.address.path.isDefined == (server.kind == "unix"))
+    assert(server.address.port.isDefined == (server.kind == "tcp"))
   }
 
   onEach("the server proves that it knows the token, with another proof for each connection") { server =>
@@ -120,7 +120,7 @@ class ChannelsSuite extends AnyFunSuite {
   onEach("a proof with another token, for another role or side, or for another connection is refused") { server =>
     val good = server.known()
     val old = server.client().challenged()
-    val token = server.place.token
+    val token = server.address.token
     val wrong = Seq[(ChannelClient, Frame) => Array[Byte]](
       _.hello(_, token = "x"), _.hello(_, token = token.drop(1)), _.hello(_, token = token + "0"),
       _.hello(_, provenRole = "agent"), _.hello(_, side = "server"),
@@ -309,18 +309,18 @@ class ChannelsSuite extends AnyFunSuite {
   }
 
   Seq("unix", "tcp").foreach { kind =>
-    test(s"close removes the address and the place file, and ends every link and every thread ($kind)") {
-      var place: ChannelPlace = null
+    test(s"close removes the address and the address file, and ends every link and every thread ($kind)") {
+      var address: ClientAddress = null
       var file: Path = null
       var links = Seq.empty[ChannelClient]
       withServer(kind) { server =>
         links = Seq.fill(3)(server.known()) :+ server.client()
-        place = server.place
-        file = server.channels.place
+        address = server.address
+        file = server.channels.addressFile
       }
       assert(!Files.exists(file))
       links.foreach(link => assert(link.refused()))
-      intercept[IOException](new ChannelClient(place))
+      intercept[IOException](new ChannelClient(address))
       def threads = Thread.getAllStackTraces.keySet.asScala.map(_.getName).filter(_.startsWith("stagecrew-"))
       eventually(assert(threads.isEmpty))
     }

@@ -6,7 +6,7 @@ import org.apache.spark.SparkConf
 import org.scalatest.concurrent.Eventually._
 import org.scalatest.funsuite.AnyFunSuite
 import org.scalatest.time.{Seconds, Span}
-import org.apache.spark.stagecrew.executor.{Agent, Closings, Ledger, Loop, Processes, TopologyTable}
+import org.apache.spark.stagecrew.executor.{Agent, Closings, Ledger, Processes, TopologyTable}
 import org.apache.spark.stagecrew.listeners.{ExecutorListeners, ListenerContext}
 import org.apache.spark.stagecrew.partitions.{CachedBlock, Deletions}
 import org.apache.spark.stagecrew.spark.Reply

@@ -19,7 +19,7 @@ class CoordinationSuite extends AnyFunSuite {
           received.put(Frames.decodeMessage(message))
       })
       val driver = Rpc.driver(Coordination.EndpointName)
-      driver.send(Rpc.withSender(executor, Frames.encode("NEAR", "1", "")))
+      driver.send(Rpc.withSender(executor, Frames.encode("ANNOUNCE", "1", "")))
       driver.send(Frames.encode("FROM", "1", Array[Byte](1)))
       val lost = received.poll(10, TimeUnit.SECONDS)
       assert(lost != null && lost.kind == "LOST" && lost.text("executor") == "driver")

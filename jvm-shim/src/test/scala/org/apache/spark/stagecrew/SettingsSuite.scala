@@ -16,8 +16,8 @@ class SettingsSuite extends AnyFunSuite {
     assert(settings.openTimeoutMs == 60000 && settings.closeTimeoutMs == 10000 && settings.shutdownTimeoutMs == 5000)
     assert(settings.channelTimeoutMs == 10000 && settings.reportIntervalMs == 1000)
     assert(settings.maxFrame == 64 * 1024 * 1024 && settings.retainedTopologies == 1000)
-    assert(Settings.known.keySet.asScala.forall(_.startsWith(Settings.Prefix)))
-    val explicit = new Settings(conf(Settings.known.asScala.toSeq: _*))
+    assert(Settings.allDefaults.keySet.asScala.forall(_.startsWith(Settings.Prefix)))
+    val explicit = new Settings(conf(Settings.allDefaults.asScala.toSeq: _*))
     assert(explicit.openTimeoutMs == settings.openTimeoutMs && explicit.maxFrame == settings.maxFrame)
   }
 
@@ -42,7 +42,7 @@ class SettingsSuite extends AnyFunSuite {
       Settings.ReportInterval, Settings.MaxFrame, Settings.MailboxBytes,
       Settings.RetainedTopologies).foreach { key =>
       val refused = intercept[IllegalArgumentException](new Settings(conf(key -> "0")))
-      assert(refused.getMessage.startsWith(s"$key=0") && refused.getMessage.contains(Settings.known.get(key)))
+      assert(refused.getMessage.startsWith(s"$key=0") && refused.getMessage.contains(Settings.allDefaults.get(key)))
     }
   }
 

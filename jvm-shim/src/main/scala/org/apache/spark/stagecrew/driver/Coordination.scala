@@ -16,18 +16,16 @@ import spark._, wire._
  */
 final class Coordination(settings: Settings, folder: () => File) extends LinkHandler {
   private val peers = new ConcurrentHashMap[String, Peer]()
-  /** The NEAR message of each executor. Python gets it again when it reconnects. */
-  private val near = new ConcurrentHashMap[String, Array[Byte]]()
+  /** The ANNOUNCE message of each executor. Python gets it again when it reconnects. */
+  private val announcements = new ConcurrentHashMap[String, Array[Byte]]()
   @volatile private var channels: Channels = _
   /** The connection from Python, or null if Python is not connected. */
   private val python = new AtomicReference[Link]
 
-  /** The place file of the channel to the driver's Python. The first call creates the channel. */
-  def place: Path = synchronized {
-    if (channels == null) {
-      channels = new Channels(folder, settings, Shim.version, "the driver", () => "{}", this)
-    }
-    channels.place
+  /** The address file of the channel to the driver's Python. The first call creates the channel. */
+  def addressFile: Path = synchronized {
+    if (channels == null) channels = new Channels(folder, settings, Shim.version, "the driver", () => "{}", this)
+    channels.addressFile
   }
 
   // -- From executors (RPC threads)
@@ -39,7 +37,7 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
       from.foreach { peer =>
         val executor = Frames.decodeMessage(message).text("executor")
         peers.put(executor, peer)
-        near.put(executor, message)
+        announcements.put(executor, message)
       }
       Option(python.get).fold(if (from.isEmpty) notConnected(Frames.decodeMessage(message).text("executor")))(
         _.write(message))
@@ -49,7 +47,7 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
 
   def lost(executor: String, reason: String): Unit = {
     peers.remove(executor)
-    near.remove(executor)
+    announcements.remove(executor)
     Option(python.get).foreach(_.send("LOST", executor, reason))
   }
 
@@ -58,7 +56,7 @@ final class Coordination(settings: Settings, folder: () => File) extends LinkHan
   override def connected(link: Link): Unit = {
     Option(python.get).foreach { before => disconnected(before); before.close() }
     python.set(link)
-    near.values.forEach(link.write(_))
+    announcements.values.forEach(link.write(_))
   }
 
   override def received(link: Link, frame: Frame): Unit = frame.kind match {

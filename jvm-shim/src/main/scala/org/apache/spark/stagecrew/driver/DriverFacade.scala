@@ -10,13 +10,13 @@ import ui._, wire._
   * `drain`, `end` and `activity`, which wait. */
 final class DriverFacade(crew: DriverCrew) {
   def version(): String = Shim.version
-  def settings(): JMap[String, String] = Settings.known
+  def settings(): JMap[String, String] = Settings.allDefaults
   def closeTimeoutMs(): Long = crew.settings.closeTimeoutMs
 
-  def registerApplication(frame: Array[Byte]): Unit = crew.registerApplication(described(frame))
-  def begin(frame: Array[Byte]): Unit = crew.begin(described(frame))
+  def registerApplication(frame: Array[Byte]): Unit = crew.registerApplication(decoded(frame))
+  def begin(frame: Array[Byte]): Unit = crew.begin(decoded(frame))
 
-  private def described(frame: Array[Byte]): Description = {
+  private def decoded(frame: Array[Byte]): Description = {
     if (frame.length > crew.settings.maxFrame) throw new IllegalArgumentException(
       s"the pickled listeners have ${frame.length} bytes, more than ${Settings.MaxFrame} allows")
     Description.decode(Frames.decodeMessage(frame))
@@ -35,8 +35,8 @@ final class DriverFacade(crew: DriverCrew) {
 
   def cancel(id: String, reason: String): Unit = crew.cancel(id, reason)
 
-  /** The path of the place file of the channel to the coordinators on the driver. */
-  def coordinationPlace(): String = crew.coordination.place.toString
+  /** The path of the address file of the channel to the coordinators on the driver. */
+  def coordinationAddressFile(): String = crew.coordination.addressFile.toString
 
   /** Requests that the stored partitions of a dataset (a Dataset or a JavaRDD) are kept when the topology ends. */
   def keep(id: String, dataset: AnyRef): Unit = crew.partitions.keep(id, dataset)
@@ -60,7 +60,7 @@ final class DriverFacade(crew: DriverCrew) {
   def statistics(frame: Array[Byte]): Unit = crew.recordStatistics(Frames.decodeMessage(frame))
 
   /** Sets the state of the stored job that Python runs. `body` is the JSON of a `RecoveryView`. */
-  def recovery(body: String): Unit = crew.setStoredJob(Json.read[RecoveryView](body))
+  def setStoredJob(body: String): Unit = crew.setStoredJob(Json.read[RecoveryView](body))
 
   /** The JSON of one topology, or of all if `id` is empty. Timelines and processes are left out, because they can be
     * long. */

@@ -23,7 +23,7 @@ object Opened {
  * The executor's agent: a Python process that owns the executor-scoped listeners. It is started when the first of them
  * must open, and exits when its link is closed. It handles one request at a time.
  */
-final class Agent(executor: String, place: () => Path, settings: Settings) {
+final class Agent(executor: String, addressFile: () => Path, settings: Settings) {
   private val lock = new java.util.concurrent.locks.ReentrantLock()
   @volatile private var process: Option[Process] = None
   @volatile private var connecting = new CompletableFuture[Link]()
@@ -102,7 +102,7 @@ final class Agent(executor: String, place: () => Path, settings: Settings) {
     connecting = connection
     val root = SparkFiles.getRootDirectory()
     val folders = root +: description.files.map(name => s"$root/$name")
-    val command = Seq(description.executable, "-m", "stagecrew.worker.agent", place().toString) ++ folders
+    val command = Seq(description.executable, "-m", "stagecrew.worker.agent", addressFile().toString) ++ folders
     val builder = new ProcessBuilder(command.asJava)
     val environment = builder.environment
     environment.putAll(description.environment.asJava)

@@ -179,7 +179,7 @@ object Evaluations {
   }
 
   /** Creates the `Evaluations` of an executor, with an RPC endpoint for messages from the driver. */
-  def on(executor: String, settings: Settings, attempts: Attempts, place: String): Evaluations = {
+  def start(executor: String, settings: Settings, attempts: Attempts, addressFile: String): Evaluations = {
     val driver = Rpc.driver(Coordination.EndpointName)
     val evaluations = new Evaluations(settings.mailboxEvents, settings.mailboxBytes, attempts,
       Route(frames => driver.send(Frames.encode("FROM", executor, frames))))
@@ -187,9 +187,9 @@ object Evaluations {
       override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit =
         Log.contained("handling a message of a coordinator")(evaluations.onDriverMessage(ByteBuffer.wrap(message)))
     })
-    // NEAR has the place file, so that the driver's Python can connect directly if it is on this host. The endpoint's
-    // reference is sent only once, because its Java serialization is slow.
-    driver.send(Rpc.withSender(endpoint, Frames.encode("NEAR", executor, place)))
+    // ANNOUNCE has the address file, so that the driver's Python can connect directly if it is on this host. The
+    // endpoint's reference is sent only once, because its Java serialization is slow.
+    driver.send(Rpc.withSender(endpoint, Frames.encode("ANNOUNCE", executor, addressFile)))
     evaluations
   }
 

@@ -42,7 +42,7 @@ final class ExecutorCrew(
   private[stagecrew] val descriptions =
     new Descriptions(executor, () => host, table, pool, bytes => askDriverSync(bytes, ReplyTimeoutMs))
   private[stagecrew] val processes = new Processes(ledger, links.nameOf, () => System.nanoTime())
-  private[stagecrew] val agent = new Agent(executor, () => place, settings)
+  private[stagecrew] val agent = new Agent(executor, () => addressFile, settings)
   private[stagecrew] val executorListeners = new ExecutorListeners(settings, ledger, processes, agent, pool,
     description => ListenerContext(application, description.name, description.id, executor, host, configuration.asJava))
   private[stagecrew] val partitions = new Partitions(attempts.ownerOf, ledger, pool, new Partitions.Disk {
@@ -72,15 +72,15 @@ final class ExecutorCrew(
 
   private[stagecrew] def startEvaluations(): Evaluations = lock.synchronized {
     if (evaluations.isEmpty) evaluations = Some(
-      Evaluations.on(executor, settings, attempts, if (settings.direct) place.toString else ""))
+      Evaluations.start(executor, settings, attempts, if (settings.directConnections) addressFile.toString else ""))
     evaluations.get
   }
 
-  /** The place file of the channel. The first call creates the channel. */
-  private[stagecrew] def place: Path = lock.synchronized {
+  /** The address file of the channel. The first call creates the channel. */
+  private[stagecrew] def addressFile: Path = lock.synchronized {
     if (server.isEmpty) server = Some(
       new Channels(() => newFolder(), settings, Shim.version, s"executor $executor", () => welcome, links))
-    server.get.place
+    server.get.addressFile
   }
 
   private def newFolder(): File = try SparkInternals.temporaryFolder(conf) catch {
@@ -89,9 +89,10 @@ final class ExecutorCrew(
         s"its local directories (spark.local.dir): ${TaskRejection.text(error)}", error)
   }
 
-  /** The sampling interval of Python processes in seconds, and the path of the place file. Empty if sampling is off. */
+  /** The sampling interval of Python processes in seconds, and the path of the address file. Empty if sampling is
+    * off. */
   def sampling: String =
-    if (settings.processesIntervalMs == 0) "" else s"${settings.processesIntervalMs / 1000.0} $place"
+    if (settings.processesIntervalMs == 0) "" else s"${settings.processesIntervalMs / 1000.0} $addressFile"
 
   private def welcome: String = {
     val node = Json.obj().put("application", application).put("executor", executor).put("host", host)

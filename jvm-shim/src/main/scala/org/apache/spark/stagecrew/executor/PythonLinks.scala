@@ -46,7 +46,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
   }
 
   /** The attempt may have been killed, or may have ended, while its worker started. A short attempt may also have ended
-    * before this frame was read: then the END frame follows. A task without listeners has the attempt -1 (UNBOOKED
+    * before this frame was read: then the END frame follows. A task without listeners has the attempt -1 (NO_ATTEMPT
     * in python/stagecrew/worker/process.py). */
   private def attemptBegan(link: Link, attempt: Long): Unit = {
     processes.began(link, attempt, crew.table.chainOf(attempt).toSet)

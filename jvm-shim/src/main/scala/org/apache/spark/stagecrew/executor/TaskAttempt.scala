@@ -79,7 +79,7 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     attempts.put(attempt.id, attempt)
     task.addTaskCompletionListener[Unit]((_: TaskContext) => completed(attempt))
     val described = topologies.filter(description => attempt.chain.contains(description.id))
-    preparePlace(attempt, topologies.head)
+    prepareAddressFile(attempt, topologies.head)
     openListeners(attempt, described)
     prepareWorker(attempt, described)
     if (attempt.mayUseOperators || attempt.workerHasListeners) addInterruptListener(attempt)
@@ -101,11 +101,11 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     application +: (execution.toSeq ++ topology.toSeq.flatMap(descriptions.named))
   }
 
-  /** A bound function finds its channel through the file named in `PlaceProperty`. It is not known which tasks call
-    * bound functions, so the property is set for every task that might. */
-  private def preparePlace(attempt: TaskAttempt, application: Description): Unit = {
+  /** A bound function finds its channel through the file named in `AddressFileProperty`. It is not known which tasks
+    * call bound functions, so the property is set for every task that might. */
+  private def prepareAddressFile(attempt: TaskAttempt, application: Description): Unit = {
     attempt.mayUseOperators = attempt.topology.exists(attempt.chain.contains(_)) || application.coordinated
-    if (attempt.mayUseOperators) set(attempt, PlaceProperty, crew.place.toString)
+    if (attempt.mayUseOperators) set(attempt, AddressFileProperty, crew.addressFile.toString)
   }
 
   private def openListeners(attempt: TaskAttempt, described: Seq[Description]): Unit =
@@ -124,7 +124,7 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     attempt.workerHasListeners = described.exists(_.listeners.exists(_.python))
     if (attempt.workerHasListeners) {
       set(attempt, ChainProperty, attempt.chain.mkString(" "))
-      set(attempt, PlaceProperty, crew.place.toString)
+      set(attempt, AddressFileProperty, crew.addressFile.toString)
       set(attempt, StageAttemptProperty, attempt.task.stageAttemptNumber().toString)
       attempt.task.addTaskFailureListener((_: TaskContext, error: Throwable) =>
         attempt.workerKillReason.foreach(text => error.addSuppressed(new HookTimeoutException(text))))
@@ -204,7 +204,7 @@ object TaskAttempts {
     * it on to the jobs that the thread starts. */
   val TopologyProperty = "spark.stagecrew.topology"
   val ChainProperty = "spark.stagecrew.chain"
-  val PlaceProperty = "spark.stagecrew.place"
+  val AddressFileProperty = "spark.stagecrew.addressFile"
   val StageAttemptProperty = "spark.stagecrew.stageAttempt"
   private val UnifiedProperty = "spark.sql.execution.udf.unified.execution.enabled"
 

@@ -50,7 +50,7 @@ final class JvmListeners(
           leave(scopes)
           recordFailure(entry, error)
           throw new OpenFailedException(entry.name,
-            s"decorate of ${describe(entry)} failed: ${TaskRejection.text(error)}", error)
+            s"decorate of ${labelOf(entry)} failed: ${TaskRejection.text(error)}", error)
       }
     }
     scopes
@@ -61,7 +61,7 @@ final class JvmListeners(
     try scope.close() catch {
       case error: Throwable =>
         recordFailure(entry, error)
-        Log.log.warn(s"closing the decoration of ${describe(entry)} failed", error)
+        Log.log.warn(s"closing the decoration of ${labelOf(entry)} failed", error)
     }
   }
 
@@ -110,7 +110,7 @@ final class JvmListeners(
           case _ => s"could not start: ${TaskRejection.text(error)}" -> error
         }
         recordFailure(entry, cause)
-        throw new OpenFailedException(entry.name, s"$hook of ${describe(entry)} $message", cause)
+        throw new OpenFailedException(entry.name, s"$hook of ${labelOf(entry)} $message", cause)
     }
   }
 
@@ -120,6 +120,6 @@ final class JvmListeners(
   private def count(entry: Entry)(f: ListenerCounts => ListenerCounts): Unit =
     ledger.listener(context.topologyId, entry.index, entry.name, "jvm")(f)
 
-  private def describe(entry: Entry): String =
+  private def labelOf(entry: Entry): String =
     s"listener ${entry.name} (topology ${context.topology}, executor ${context.executor}, host ${context.host})"
 }

@@ -13,15 +13,15 @@ import jdk.net.ExtendedSocketOptions.SO_PEERCRED
 import spark._
 
 /**
- * Where a channel listens, and the private folder that contains its place file.
+ * Where a channel listens, and the private folder that contains its address file.
  *
  * A Unix domain socket is in the same folder, which no other user can enter. Otherwise the channel listens on a
  * loopback port, to which every user of the host can connect.
  */
 private[stagecrew] final class ChannelAddress(val server: ServerSocketChannel, val folder: Path, socket: Option[Path]) {
-  val place: Path = folder.resolve(ChannelAddress.PlaceName)
+  val addressFile: Path = folder.resolve(ChannelAddress.FileName)
 
-  /** The name and the value of the field of the place file that says where a client connects. */
+  /** The name and the value of the field of the address file that says where a client connects. */
   val field: (String, String) = socket match {
     case Some(path) => "path" -> path.toString
     case None => "port" -> server.getLocalAddress.asInstanceOf[InetSocketAddress].getPort.toString
@@ -46,7 +46,7 @@ private[stagecrew] object ChannelAddress {
   /** The names of the folders in the temporary directory that are used when the path of a socket would be too long. */
   val Prefix = "stagecrew-channel-"
   private val SocketName = "channel.sock"
-  private val PlaceName = "channel.json"
+  private val FileName = "channel.json"
   private val Private = PosixFilePermissions.fromString("rwx------")
   private val StaleMs = 60000L // a folder without a socket may be that of a process that is starting
 
@@ -120,7 +120,7 @@ private[stagecrew] object ChannelAddress {
   private def removeStale(parent: Path, owner: UserPrincipal): Unit =
     Using.resource(Files.newDirectoryStream(parent, s"$Prefix*"))(_.asScala.toList).foreach { folder =>
       Log.contained(s"checking the old folder $folder") {
-        val isOurs = isPrivate(folder, owner) && folder.toFile.list.forall(Set(SocketName, PlaceName))
+        val isOurs = isPrivate(folder, owner) && folder.toFile.list.forall(Set(SocketName, FileName))
         if (isOurs && isStale(folder)) SparkInternals.delete(folder.toFile)
       }
     }

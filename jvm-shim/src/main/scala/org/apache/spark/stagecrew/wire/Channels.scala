@@ -46,7 +46,7 @@ trait LinkHandler {
 
 /**
  * The server of the channels to Python processes. `owner` names this JVM in log lines: the driver or an executor.
- * `newFolder` makes a private folder for the place file, which contains the server's address and the token. Only this
+ * `newFolder` makes a private folder for the address file, which contains the server's address and the token. Only this
  * user can read it.
  *
  * Both sides of a connection must prove that they know the token (`Handshake`). A connection is a stranger until its
@@ -67,9 +67,9 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
   private val warnings = new LimitedWarnings
   @volatile private var closed = false
 
-  /** The place file, which says where Python processes connect. */
-  val place: Path = try {
-    val file = Files.createFile(address.place,
+  /** The address file, which says where Python processes connect. */
+  val addressFile: Path = try {
+    val file = Files.createFile(address.addressFile,
       PosixFilePermissions.asFileAttribute(PosixFilePermissions.fromString("rw-------")))
     val body = Json.obj().put(address.field._1, address.field._2).put("token", token)
       .put("maxFrame", settings.maxFrame).put("timeout", settings.channelTimeoutMs / 1000.0)
@@ -138,7 +138,7 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
     } finally deadline.cancel(false)
   }
 
-  /** Stops listening, closes every connection, and removes the place file. */
+  /** Stops listening, closes every connection, and removes the address file. */
   def close(): Unit = {
     closed = true
     address.close()

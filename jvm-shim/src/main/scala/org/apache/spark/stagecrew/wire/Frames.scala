@@ -70,7 +70,7 @@ object Frames {
     Kind("FROM", 96, "executor" -> 's', "frames" -> 'b'),
     Kind("TO", 97, "executor" -> 's', "frames" -> 'b'),
     Kind("LOST", 98, "executor" -> 's', "reason" -> 's'),
-    Kind("NEAR", 101, "executor" -> 's', "place" -> 's'),
+    Kind("ANNOUNCE", 101, "executor" -> 's', "address_file" -> 's'),
     Kind("STATISTICS", 100, "sequence" -> 'q', "body" -> 's'))
 
   private val byName = kinds.map(k => k.name -> k).toMap

@@ -1,4 +1,4 @@
-"""The place file of a channel: where its server listens, and the token that both sides know.
+"""The address file of a channel: where its server listens, and the token that both sides know.
 
 Only the application's user can read the file, and only this user can change the folder that contains it. A client
 checks both, and that no other user's process serves the socket, before it sends anything.
@@ -16,14 +16,14 @@ from typing import Final
 
 from stagecrew.errors import ChannelError
 
-__all__ = ["Place"]
+__all__ = ["ChannelAddress"]
 
 _ROOT: Final = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """The content of a place file. `path` or `port` is where the server listens; the other one is None."""
+class ChannelAddress:
+    """The content of an address file. `path` or `port` is where the server listens; the other one is None."""
 
     file: str
     #: The user of the server's process.
@@ -37,8 +37,8 @@ class Place:
     timeout: float
 
     @classmethod
-    def read(cls, file: str) -> Place:
-        """Reads a place file. Raises `OSError` if it cannot be read, and `ChannelError` if it cannot be trusted."""
+    def read(cls, file: str) -> ChannelAddress:
+        """Reads an address file. Raises `OSError` if it cannot be read, and `ChannelError` if it cannot be trusted."""
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(descriptor, encoding="utf-8") as opened:
             owner = _owner(file, os.fstat(descriptor))
@@ -58,7 +58,7 @@ class Place:
                     float(where["timeout"]),
                 )
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ChannelError(f"{file} is not the place file of a channel: {error!r}") from error
+                raise ChannelError(f"{file} is not the address file of a channel: {error!r}") from error
 
     def new_socket(self) -> socket.socket:
         """Returns a socket that is not connected yet."""
