@@ -27,10 +27,10 @@ def airports(context, path):
 database = airports(path)
 
 
-def named(frames):
+def add_names(frames):
     for frame in frames:
-        found = dict(database.get().execute("select code, name from airports"))
-        yield frame.assign(name=frame["origin"].map(found))
+        names = dict(database.get().execute("select code, name from airports"))
+        yield frame.assign(name=frame["origin"].map(names))
 
 
 spark = stagecrew.configure(SparkSession.builder.master("local[2]").appName("connection pool")).getOrCreate()
@@ -38,7 +38,7 @@ with stagecrew.crew(spark).topology("names", listeners=[database]) as topology:
     flights = spark.createDataFrame(
         [("JFK", 1), ("EWR", 2), ("JFK", 3), ("EWR", 4)], "origin string, flight long"
     ).repartition(4)
-    rows = flights.mapInPandas(named, "origin string, flight long, name string").collect()
+    rows = flights.mapInPandas(add_names, "origin string, flight long, name string").collect()
 
 assert all(row.name for row in rows)
 print(f"{len(rows)} rows, {topology.report.opens} connections opened, {topology.report.closes} closed")

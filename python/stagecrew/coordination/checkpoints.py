@@ -44,7 +44,7 @@ class Checkpoint:
         >>> stagecrew.Checkpoint.from_bytes(stored).states
         {'budget/1': b'left: 7'}
 
-    Not promised: an older version of stagecrew may not be able to read the bytes of `to_bytes`.
+    Not promised: that an older version of stagecrew can read the bytes of `to_bytes`.
     """
 
     id: int

@@ -49,8 +49,8 @@ class Coordinator:
         ...     task.request(3), task.request(3)
         (3, 2)
 
-    Not promised: a finished evaluation need not be part of the result, because its task may fail afterwards. Some
-    evaluations are not reported, because an interrupted evaluation may send nothing.
+    Not promised: that a finished evaluation is part of the result, because its task may fail afterwards; and that every
+    evaluation is reported, because an interrupted evaluation may send nothing.
 
     Source: Flink's OperatorCoordinator (FLINK-15099, FLINK-18071).
     """

@@ -38,7 +38,7 @@ class Evaluation:
         ...     harness.coordinator.last.subtask, harness.coordinator.last.executor
         (3, '7')
 
-    Not promised: two evaluations with the same `subtask` may run at the same time, or on different executors.
+    Not promised: that evaluations with the same `subtask` run one after another, or on one executor.
     """
 
     id: int

@@ -50,8 +50,8 @@ class Gateway:
         ...     task.events(), task.ended
         (['hello'], True)
 
-    Not promised: an acknowledgement does not mean that the task has *handled* the event. If the coordinator must know,
-    let the task reply with an event.
+    Not promised: that the task has *handled* an acknowledged event. If the coordinator must know, let the task reply
+    with an event.
 
     Source: Flink's SubtaskGatewayImpl (FLINK-18071, FLINK-21996).
     """

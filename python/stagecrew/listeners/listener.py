@@ -149,8 +149,8 @@ class Listener:
             def close(self, context):
                 self.pool.close()
 
-    Not promised: `close` does not run in a process that is killed with SIGKILL, or that is running C code when its task
-    is killed. The correctness of results must not depend on `close`.
+    Not promised: that `close` runs in a process that is killed with SIGKILL, or that is running C code when its task is
+    killed. The correctness of results must not depend on `close`.
 
     Source: FLINK-14184, which asks for this contract per task manager.
     """

@@ -40,7 +40,7 @@ class StructuredFormatter(logging.Formatter):
         >>> json.loads(StructuredFormatter().format(record))["context"]
         {'topology': 'nightly', 'stage': '4'}
 
-    Not promised: the fields on records of threads that a coordinator starts.
+    Not promised: these fields on records of threads that a coordinator starts.
 
     Source: `JSONFormatter` in pyspark/logger/logger.py.
     """

@@ -101,7 +101,8 @@ class MemoryCommitLog:
         >>> MemoryCommitLog().read("day-1") is None
         True
 
-    Not promised: a repeat of a commit that ended before the last hundred is found only if the sink remembers it.
+    Not promised: that a repeat of a commit is recognized after a hundred later ones have ended, unless the sink
+    remembers it.
     """
 
     def __init__(self) -> None:

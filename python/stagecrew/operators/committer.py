@@ -54,7 +54,7 @@ class CommitReport:
         >>> CommitReport("day-1", parts=2, rows=100, bytes=2048, repeated=False).rows
         100
 
-    Not promised: `parts`, `rows` and `bytes`. They are 0 for a commit that is known only from the sink.
+    Not promised: values of `parts`, `rows` and `bytes` for a commit that is known only from the sink. They are 0.
     """
 
     commit_id: str

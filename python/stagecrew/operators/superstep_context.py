@@ -85,9 +85,9 @@ class SuperstepContext:
             ...     found = steps.reduce(mine, lambda a, b: max(a, b, key=len), name="longest")
             ...     yield pa.record_batch({"text": [found]})
 
-        Not promised: stagecrew does not check that functions with the same name are equal. The driver uses the function
-        of the task that arrives last. So the function must not hold a value that differs between tasks, such as
-        `steps.subtask`, and all executors must have the same modules.
+        Not promised: that functions with the same name are compared. The driver uses the function of the task that
+        arrives last. So the function must not hold a value that differs between tasks, such as `steps.subtask`, and all
+        executors must have the same modules.
         """
         request = pickled(("reduce", self.step, self.subtasks, tuple(reducer_call(op, name)), value))
         if len(request) > self._piece:

@@ -65,8 +65,8 @@ class Topology(TopologyOperators):
             flights.mapInArrow(enrich, schema).write.parquet(path)
         print(topology.report)
 
-    Not promised: the exit does not wait for workers that are running a task outside of this topology. They close the
-    listeners right after that task.
+    Not promised: that listeners in a worker that is running a task of another topology have closed when the exit
+    returns. That worker closes them right after its task.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ class TopologyOperators(TopologyNode):
         When the enumerator fails, the topology fails: the action raises Spark's own error, and the `with` statement
         raises `CoordinatorFailed`, whose `__cause__` is `OperatorFailed`.
 
-        Not promised: any subtask may read any split, and the order of the rows is undefined.
+        Not promised: which subtask reads a split, and the order of the rows.
 
         Source: Flink's split enumerators (FLIP-27).
         """
@@ -282,7 +282,7 @@ class TopologyOperators(TopologyNode):
 
         If `advance` waits for longer than its timeout, it raises `OperatorFailed`.
 
-        Not promised: sources do not wait for a source whose task has not begun. Give every task a slot, or read the
+        Not promised: that sources wait for a source whose task has not begun. Give every task a slot, or read the
         sources as splits with `EventTimeSplits`.
 
         Source: Flink's watermark alignment (FLIP-182).
@@ -328,7 +328,7 @@ class TopologyOperators(TopologyNode):
         Examples:
             saved = topology.checkpoint().to_bytes()
 
-        Not promised: the cuts of several coordinators are not made at the same instant.
+        Not promised: that the cuts of several coordinators are made at the same instant.
         """
         self._require_active("take checkpoints")
         return self.operators.checkpoint(checkpoint_id, timeout)

@@ -51,7 +51,7 @@ class ScriptedEvaluation:
         ...     task.events()
         ['hello']
 
-    Not promised: anything about the order of messages of several tasks; on a cluster it varies.
+    Not promised: the order of messages of several tasks, which varies on a cluster.
     """
 
     def __init__(self, harness: Executor, number: int, executor: str) -> None:

@@ -47,7 +47,7 @@ class DataSourcePartitions:
         >>> [number for number, _ in DataSourcePartitions(Numbers({})).splits()]
         [0, 1]
 
-    Not promised: filters are not pushed down to the reader.
+    Not promised: that filters are pushed down to the reader.
     """
 
     def __init__(self, source: DataSource, schema: StructType | str | None = None) -> None:

@@ -42,8 +42,8 @@ class EventTimeSplits:
         >>> list(merged.splits())
         [('a', 1), ('b', 2), ('b', 3), ('a', 5)]
 
-    Not promised: without `idle_after`, a task that hangs while it reads holds back all other tasks forever, without a
-    timeout. `waits_for` in the topology's report shows this. Set `idle_after`, or use a timeout in `read`.
+    Not promised: without `idle_after`, an end of the wait for a task that hangs while it reads. It holds back all other
+    tasks forever, and `waits_for` in the topology's report shows this. Set `idle_after`, or use a timeout in `read`.
 
     Source: Flink's watermark alignment (FLIP-182).
     """

@@ -51,10 +51,11 @@ class IcebergSink:
         <Iceberg table db.flights>
         >>> topology.commit(dataset, IcebergSink("db.flights"))  # doctest: +SKIP
 
-    Not promised: a repeat does not recognize a commit whose snapshot has expired and whose files were rewritten. Do not
-    expire snapshots of commits that may be repeated. A driver that is killed, or loses its catalogue, before the
-    catalogue's update leaves a manifest, a manifest list and perhaps a `metadata.json` in the table's `metadata`
-    folder. Nothing refers to them, readers never see them, and Iceberg's removal of orphan files deletes them.
+    Not promised: that a repeat recognizes a commit whose snapshot has expired and whose files were rewritten. Do not
+    expire snapshots of commits that may be repeated. Also not promised: that nothing is left in the table's `metadata`
+    folder. A driver that is killed, or loses its catalogue, before the catalogue's update leaves a manifest, a manifest
+    list and perhaps a `metadata.json`. Nothing refers to them, readers never see them, and Iceberg's removal of orphan
+    files deletes them.
 
     Source: Flink's two-phase sinks (FLIP-143).
     """

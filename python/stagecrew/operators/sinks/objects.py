@@ -50,8 +50,8 @@ class ObjectSink:
         <objects in /data/flights>
         >>> topology.commit(dataset, ObjectSink("s3://bucket/flights"))  # doctest: +SKIP
 
-    Not promised: readers that list objects may see a part of a commit, and objects of failed attempts until they are
-    deleted.
+    Not promised: that readers who list objects see all of a commit or nothing. They may see a part of a commit, and
+    objects of failed attempts until these are deleted.
 
     Source: Flink's two-phase sinks (FLIP-143).
     """

@@ -120,7 +120,7 @@ class Job:
         inside another step includes the outer step's name. Steps can run at the same time in several threads, if each
         is in its own topology.
 
-        Not promised: `f` can run more than once. If a run dies in `f`, the side effects of `f` stay, and the next run
+        Not promised: that `f` runs only once. If a run dies in `f`, the side effects of `f` stay, and the next run
         calls `f` again. So data that is written without `topology.commit` can be written twice.
 
         Args:

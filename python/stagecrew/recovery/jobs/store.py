@@ -348,7 +348,7 @@ class Jobs:
         response, each job is either complete or removed. The bytes of a removed job's result can stay in the storage
         until a sweep, or a new result with the same id, deletes them.
 
-        Not promised: the id of a removed job does not stay reserved. Submitting it again runs a new job, whose commits
+        Not promised: that the id of a removed job stays reserved. Submitting it again runs a new job, whose commits
         have the same ids.
 
         Args:

@@ -108,7 +108,7 @@ class Election:
       the deadline: two thirds of the session timeout after the last acknowledged request was *sent*. A response after
       the deadline does not restore leadership.
 
-    Not promised: at most one process believes that it leads. Another process may already have the next term. If a
+    Not promised: that at most one process believes that it leads. Another process may already have the next term. If a
     leader notices the end of its term late, the fence rejects its writes; this class does not.
     """
 

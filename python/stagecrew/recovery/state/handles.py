@@ -84,8 +84,9 @@ class StateHandleStore:
     * A failed read never deletes anything.
 
     If a write raises `StoreConflict`, its `index` is that of the operation in `also` that failed, or -1 if the change
-    to the handle itself failed. Not promised: a reader can miss handles that others remove and add again under the same
-    name.
+    to the handle itself failed.
+
+    Not promised: that a reader finds a handle that another process removes and adds again during the read.
     """
 
     def __init__(self, store: Store, storage: StateStorage, root: str) -> None:

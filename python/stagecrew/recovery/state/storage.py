@@ -56,7 +56,7 @@ class StateStorage:
     * `read` returns exactly the bytes that were written.
     * Only `discard` deletes states.
 
-    Not promised: a failed `write` can leave a file, which a sweep deletes.
+    Not promised: that a failed `write` leaves no file. A sweep deletes such a file.
 
     Files and folders on a local disk are readable only by their owner. Elsewhere, the access control of the storage
     decides who can read states. A local folder must exist, so that an unmounted disk is not mistaken for an empty

@@ -97,7 +97,8 @@ class Store(Protocol):
       SQLite deletes them immediately, and ZooKeeper after the session timeout. From then on, no write of that session
       is applied, even if its process was only paused.
 
-    Not promised: the session of a live process can end. Reads of several keys can see changes in different orders.
+    Not promised: that the session of a live process never ends, and that two readers of several keys see changes in the
+    same order.
     """
 
     @property

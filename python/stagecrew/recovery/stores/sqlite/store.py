@@ -47,8 +47,8 @@ class SQLiteStore:
     `close`. A suspended process (SIGSTOP) is alive. If a session finds an entry of a dead session, it deletes all
     entries of the dead session.
 
-    Not promised: a child that was not forked by Python can keep the session alive after the parent has died (see
-    `SessionFile`).
+    Not promised: that the session ends with its process, if that process has started a child without Python's fork: the
+    child can keep the session alive (see `SessionFile`).
     """
 
     timeout = None
