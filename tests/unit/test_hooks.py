@@ -20,7 +20,7 @@ from stagecrew.errors import ChannelClosed, HookTimeout, TaskKilled
 from stagecrew.observability.error_summary import error_line
 from stagecrew.wire.frames import encode
 from stagecrew.worker.hooks import ERROR_LENGTH, CalledHooks
-from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
+from stagecrew.worker.lifecycle import Lifecycle, RegisteredListener, TopologyDescription
 
 #: The default timeout method of pytest uses the same timer (SIGALRM) as these tests.
 pytestmark = pytest.mark.timeout(60, method="thread")
@@ -92,8 +92,8 @@ def hang(_: Any) -> None:
 def create_hooks(listener: Listener, channel: FakeChannel | None = None, required: bool = True):
     """Returns hooks, their channel, a topology, and its only listener."""
     channel = channel or FakeChannel()
-    registered = Registered(3, "orders", listener._stagecrew, required, listener)
-    return CalledHooks(channel), channel, Described("enrich-1", "enrich", (registered,)), registered
+    registered = RegisteredListener(3, "orders", listener._stagecrew, required, listener)
+    return CalledHooks(channel), channel, TopologyDescription("enrich-1", "enrich", (registered,)), registered
 
 
 @pytest.fixture(autouse=True)
@@ -437,11 +437,11 @@ def test_lifecycle_and_hooks_together(caplog):
     slow = Calls(open=hang, close=lambda _: events.append("slow closed"))
     broken = Calls(open=lambda _: events.append("broken opened"), close=raising(OSError("broken")))
     good = Calls(open=lambda _: events.append("good opened"), close=lambda _: events.append("good closed"))
-    topology = Described(
+    topology = TopologyDescription(
         "t",
         "t",
         tuple(
-            Registered(i, name, listener._stagecrew, name != "slow", listener)
+            RegisteredListener(i, name, listener._stagecrew, name != "slow", listener)
             for i, (name, listener) in enumerate({"good": good, "slow": slow, "broken": broken}.items())
         ),
     )
@@ -488,7 +488,7 @@ def test_a_signal_at_any_moment_leaves_no_decorator_entered(kind):
 
     listener = Decorates()
     hooks = CalledHooks(FakeChannel())
-    topology = Described("t", "t", (Registered(0, "one", listener._stagecrew, True, listener),))
+    topology = TopologyDescription("t", "t", (RegisteredListener(0, "one", listener._stagecrew, True, listener),))
     lifecycle = Lifecycle(hooks)
     lifecycle.add_topology(topology)
     lifecycle.begin(["t"], "task")

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stagecrew import Listener, resource
 from stagecrew.errors import TaskKilled
 from stagecrew.listeners.not_open import NotRegisteredError
-from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
+from stagecrew.worker.lifecycle import Lifecycle, RegisteredListener, TopologyDescription
 
 
 class Plain(Listener):
@@ -47,7 +47,7 @@ class FakeHooks:
     plan: dict[tuple[str, str, int], BaseException] = dataclasses.field(default_factory=dict)
     log: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
 
-    def _called(self, hook: str, topology: Described, registered: Registered, *more: Any) -> None:
+    def _called(self, hook: str, topology: TopologyDescription, registered: RegisteredListener, *more: Any) -> None:
         assert topology.listeners[registered.index] is registered
         self.log.append((hook, topology.id, registered.index, *more))
         if error := self.plan.get((hook, topology.id, registered.index)):
@@ -65,15 +65,15 @@ class FakeHooks:
         return lambda error: self._called("leave", topology, registered, error)
 
 
-def topology(id_: str, *listeners: Registered | Listener) -> Described:
+def topology(id_: str, *listeners: RegisteredListener | Listener) -> TopologyDescription:
     """A topology with these listeners, numbered in their order."""
     registered = [
         dataclasses.replace(one, index=i)
-        if isinstance(one, Registered)
-        else Registered(i, type(one).__name__, one._stagecrew, one.required, one)
+        if isinstance(one, RegisteredListener)
+        else RegisteredListener(i, type(one).__name__, one._stagecrew, one.required, one)
         for i, one in enumerate(listeners)
     ]
-    return Described(id_, f"name of {id_}", tuple(registered))
+    return TopologyDescription(id_, f"name of {id_}", tuple(registered))
 
 
 def optional(listener: Listener) -> Listener:
@@ -82,7 +82,7 @@ def optional(listener: Listener) -> Listener:
     return listener
 
 
-def opened_elsewhere(listener: Listener, value: Any) -> Registered:
+def opened_elsewhere(listener: Listener, value: Any) -> RegisteredListener:
     """A listener that is open in another process, with its value, or with the error that fetching the value raises."""
 
     def value_or_error() -> Any:
@@ -90,7 +90,7 @@ def opened_elsewhere(listener: Listener, value: Any) -> Registered:
             raise value
         return value
 
-    return Registered(0, "elsewhere", listener._stagecrew, required=True, listener=None, value=value_or_error)
+    return RegisteredListener(0, "elsewhere", listener._stagecrew, required=True, listener=None, value=value_or_error)
 
 
 # -- properties
@@ -99,7 +99,7 @@ CHAINS = [("app",), ("app", "outer"), ("app", "outer", "inner"), ("app", "inner"
 HOOKS = ("open", "close", "enter", "leave")
 
 
-def some_topologies() -> list[Described]:
+def some_topologies() -> list[TopologyDescription]:
     """Topologies with all kinds of listeners: `shared` is registered twice, and there are two equal `twin`
     listeners."""
     shared, remote = Decorating("shared"), Plain("remote")
@@ -174,7 +174,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.due = [one for one in self.due if one not in topologies]
         self._expect_each("close", closing)
 
-    def _model_open(self, described: Described) -> None:
+    def _model_open(self, described: TopologyDescription) -> None:
         for one in described.listeners:
             key = (described.id, one.index)
             if one.listener is None or key in self.opened or key in self.disabled:
@@ -345,7 +345,7 @@ TestLifecycleMachine = LifecycleMachine.TestCase
 # -- examples
 
 
-def new_lifecycle(*topologies: Described) -> tuple[Lifecycle, FakeHooks]:
+def new_lifecycle(*topologies: TopologyDescription) -> tuple[Lifecycle, FakeHooks]:
     """Creates a lifecycle that knows these topologies, with fake hooks."""
     hooks = FakeHooks()
     lifecycle = Lifecycle(hooks)
@@ -737,7 +737,7 @@ def test_a_notebook_cell_run_again_with_other_code(how, old, new):
     error says that the cell was run again."""
     before, after = cell(CELL), cell(CELL.replace(old, new))
     registered = topology("a", *before)
-    travelled = Described(
+    travelled = TopologyDescription(
         registered.id,
         registered.name,
         tuple(dataclasses.replace(one, identity=pickled_as("copy")(one.listener)) for one in registered.listeners),

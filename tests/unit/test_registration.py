@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import stagecrew
-from stagecrew.session.registration import import_named
+from stagecrew.session.registration import check_imports
 
 MODULE = """
 import stagecrew
@@ -41,8 +41,8 @@ def _modules(tmp_path, monkeypatch):
 
 def test_importable_names(caplog):
     """A name can refer to an instance, or to a class or resource that needs no arguments. Empty names are ignored."""
-    import_named("named_pools:Holder.inner, named_pools:Pool,named_pools:orders ,, ")
-    import_named("")
+    check_imports("named_pools:Holder.inner, named_pools:Pool,named_pools:orders ,, ")
+    check_imports("")
     assert caplog.records == []
 
 
@@ -51,7 +51,7 @@ def test_a_missing_top_level_module_is_only_a_warning(caplog):
 
     The module may exist only on the executors.
     """
-    import_named("no_such_module_here:pool,named_pools:orders,no_such_package.inner:pool")
+    check_imports("no_such_module_here:pool,named_pools:orders,no_such_package.inner:pool")
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith(
@@ -75,7 +75,7 @@ def test_a_missing_top_level_module_is_only_a_warning(caplog):
 def test_any_other_problem_fails_the_start(target, why):
     """The session does not start if a name has the wrong form, cannot be imported, needs arguments, or is no listener."""
     with pytest.raises(stagecrew.errors.ListenerError) as raised:
-        import_named(f"named_pools:orders,{target}")
+        check_imports(f"named_pools:orders,{target}")
     assert str(raised.value).startswith(f"{target!r} in spark.stagecrew.listeners")
     assert why in str(raised.value)
     assert "on this executor" not in str(raised.value)

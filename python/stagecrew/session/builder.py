@@ -20,7 +20,7 @@ from stagecrew.jar import SPARK_LINE, jar_path, joined, spark_conf
 from stagecrew.listeners.listener import Listener
 from stagecrew.session.application import Application
 from stagecrew.session.crew import Crew
-from stagecrew.session.registration import checked, class_names, import_named, pickled
+from stagecrew.session.registration import check_imports, checked, class_names, pickled
 from stagecrew.session.running_job import running_job
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _start_new(
         raise ours from error
     try:
         # Spark has now added the configured files to the import path.
-        import_named(session.sparkContext.getConf().get("spark.stagecrew.listeners", ""))
+        check_imports(session.sparkContext.getConf().get("spark.stagecrew.listeners", ""))
         crew(session)._register(arguments.listeners, application)
     except BaseException:
         session.stop()

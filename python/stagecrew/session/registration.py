@@ -16,7 +16,7 @@ from stagecrew.listeners.resource import Resource, ResourceFactory, registering
 from stagecrew.partitions.report import Release
 from stagecrew.wire.frames import encode
 
-__all__ = ["checked", "class_names", "description_frame", "import_named", "pickled"]
+__all__ = ["check_imports", "checked", "class_names", "description_frame", "pickled"]
 
 _log = logging.getLogger("stagecrew")
 
@@ -54,18 +54,18 @@ def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
     return every
 
 
-def import_named(targets: str) -> None:
+def check_imports(targets: str) -> None:
     """Imports the listeners in `spark.stagecrew.listeners`, so that a wrong name raises an error before any task runs.
 
     A missing top-level module is only a warning, because it may exist only on the executors. Raises `ListenerError` for
     every other error that an executor would raise.
     """
-    from stagecrew.worker.descriptions import named
+    from stagecrew.worker.descriptions import import_listener
 
     for target in filter(None, map(str.strip, targets.split(","))):
         module = target.partition(":")[0].partition(".")[0]
         try:
-            named(target, "on the driver")
+            import_listener(target, "on the driver")
         except ListenerError as error:
             cause = error.__cause__
             if not (isinstance(cause, ModuleNotFoundError) and cause.name == module):

@@ -24,7 +24,7 @@ from stagecrew.wire.frames import Frame
 from stagecrew.worker import fork_safety
 from stagecrew.worker.descriptions import decode_description, lifetime_of
 from stagecrew.worker.hooks import CalledHooks
-from stagecrew.worker.lifecycle import Described, Lifecycle
+from stagecrew.worker.lifecycle import Lifecycle, TopologyDescription
 from stagecrew.worker.sampling import FIRST_SAMPLE, Sampler, configured
 
 __all__ = ["Agent", "main"]
@@ -125,7 +125,7 @@ class Agent:
             self._lifecycle.close(frame["topology"])
         self._channel.send("OPENED", topology=frame["topology"], body=json.dumps(body), blobs=blobs)
 
-    def _values(self, topology: Described, body: dict[str, Any], blobs: list[bytes]) -> None:
+    def _values(self, topology: TopologyDescription, body: dict[str, Any], blobs: list[bytes]) -> None:
         for entry, registered in zip(body["listeners"], topology.listeners, strict=True):
             if registered.listener is None:
                 continue

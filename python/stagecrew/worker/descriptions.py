@@ -12,15 +12,15 @@ from stagecrew.errors import ListenerError
 from stagecrew.listeners.listener import Listener, listener_name
 from stagecrew.listeners.resource import ResourceFactory
 from stagecrew.wire.frames import Frame
-from stagecrew.worker.lifecycle import Described, Registered
+from stagecrew.worker.lifecycle import RegisteredListener, TopologyDescription
 
-__all__ = ["decode_description", "lifetime_of", "named"]
+__all__ = ["decode_description", "import_listener", "lifetime_of"]
 
 #: The first part of the id of an execution's topology.
 EXECUTION: Final = "execution-"
 
 
-def named(target: str, where: str = "on this executor") -> Listener:
+def import_listener(target: str, where: str = "on this executor") -> Listener:
     """Imports the listener that `module:name` names.
 
     If the name refers to a `Listener` class or a resource, this calls it without arguments.
@@ -50,7 +50,7 @@ def named(target: str, where: str = "on this executor") -> Listener:
     return found
 
 
-def decode_description(frame: Frame, mine: Callable[[dict[str, Any]], bool]) -> Described:
+def decode_description(frame: Frame, mine: Callable[[dict[str, Any]], bool]) -> TopologyDescription:
     """Returns the topology of a TOPOLOGY frame (to a worker) or an OPEN frame (to the agent).
 
     Args:
@@ -65,7 +65,7 @@ def decode_description(frame: Frame, mine: Callable[[dict[str, Any]], bool]) -> 
         entries = _with_opened(entries, frame)
         values = frame["values"]
     registered = [_registered(entry, frame["blobs"], values, mine) for entry in entries]
-    return Described(frame["topology"], body["name"], tuple(registered))
+    return TopologyDescription(frame["topology"], body["name"], tuple(registered))
 
 
 def lifetime_of(topology: str) -> str | None:
@@ -95,11 +95,11 @@ def _with_opened(entries: list[dict[str, Any]], frame: Frame) -> list[dict[str, 
 
 def _registered(
     entry: dict[str, Any], blobs: list[bytes], values: list[bytes], mine: Callable[[dict[str, Any]], bool]
-) -> Registered:
+) -> RegisteredListener:
     listener = _load(entry, blobs)
     owned = listener if mine({**entry, "scope": listener.scope.value, "lifetime": listener.lifetime.value}) else None
     value = _value(entry, values) if owned is None else None
-    return Registered(
+    return RegisteredListener(
         index=entry["index"],
         name=entry["name"] or listener_name(listener),
         identity=listener._stagecrew,
@@ -111,7 +111,7 @@ def _registered(
 
 def _load(entry: dict[str, Any], blobs: list[bytes]) -> Listener:
     if entry["kind"] == "name":
-        listener = named(entry["target"])
+        listener = import_listener(entry["target"])
         listener._stagecrew.add_name(entry["target"])
         return listener
     try:

@@ -22,7 +22,7 @@ from stagecrew.listeners.listener import Listener, ListenerContext, Scope
 from stagecrew.observability.error_summary import error_line, remove_own_frames, shorten_error, without_surrogates
 from stagecrew.wire.channel import Channel
 from stagecrew.worker import fork_safety
-from stagecrew.worker.lifecycle import Described, Leave, Registered
+from stagecrew.worker.lifecycle import Leave, RegisteredListener, TopologyDescription
 
 __all__ = ["CalledHooks"]
 
@@ -48,7 +48,7 @@ class CalledHooks:
         if self._interrupt is not None:
             fork_safety.default_signals([signal.SIGALRM], self._interrupt)
 
-    def context(self, topology: Described, scope: Scope) -> ListenerContext:
+    def context(self, topology: TopologyDescription, scope: Scope) -> ListenerContext:
         """The context of a listener of this topology."""
         welcome = self._channel.welcome
         return ListenerContext(
@@ -61,7 +61,7 @@ class CalledHooks:
             configuration=welcome["configuration"],
         )
 
-    def open(self, topology: Described, registered: Registered) -> None:
+    def open(self, topology: TopologyDescription, registered: RegisteredListener) -> None:
         """See `Hooks`."""
         listener = self._listener(registered)
         context = self.context(topology, listener.scope)
@@ -78,7 +78,7 @@ class CalledHooks:
                 )
             raise
 
-    def close(self, topology: Described, registered: Registered) -> None:
+    def close(self, topology: TopologyDescription, registered: RegisteredListener) -> None:
         """See `Hooks`."""
         listener = self._listener(registered)
         context = self.context(topology, listener.scope)
@@ -87,7 +87,7 @@ class CalledHooks:
         except BaseException:
             _log.warning("%s failed", self._what("close", topology, registered), exc_info=True)
 
-    def enter(self, topology: Described, registered: Registered, task: Any) -> Leave:
+    def enter(self, topology: TopologyDescription, registered: RegisteredListener, task: Any) -> Leave:
         """See `Hooks`."""
         manager: Any = None
         entered: list[Any] = []
@@ -106,7 +106,9 @@ class CalledHooks:
             error.add_note(f"raised by {self._what('decorate', topology, registered)}")
             raise
 
-    def _leave(self, manager: Any, topology: Described, registered: Registered, error: BaseException | None) -> None:
+    def _leave(
+        self, manager: Any, topology: TopologyDescription, registered: RegisteredListener, error: BaseException | None
+    ) -> None:
         try:
             if error is None:
                 manager.__exit__(None, None, None)
@@ -119,7 +121,12 @@ class CalledHooks:
             self._failed_decoration(topology, registered, raised)
 
     def _call_and_report(
-        self, hook: str, topology: Described, registered: Registered, seconds: float, call: Callable[[], None]
+        self,
+        hook: str,
+        topology: TopologyDescription,
+        registered: RegisteredListener,
+        seconds: float,
+        call: Callable[[], None],
     ) -> None:
         what = self._what(hook, topology, registered)
         self._tell("HOOK", topology=topology.id, listener=registered.index, hook=hook, timeout=int(seconds * 1000))
@@ -157,8 +164,8 @@ class CalledHooks:
     def _done(
         self,
         hook: str,
-        topology: Described,
-        registered: Registered,
+        topology: TopologyDescription,
+        registered: RegisteredListener,
         outcome: str,
         started: float,
         error: BaseException | None,
@@ -178,7 +185,9 @@ class CalledHooks:
             line=error_line(text),
         )
 
-    def _failed_decoration(self, topology: Described, registered: Registered, error: BaseException) -> None:
+    def _failed_decoration(
+        self, topology: TopologyDescription, registered: RegisteredListener, error: BaseException
+    ) -> None:
         self._done("decorate", topology, registered, "failed", time.monotonic(), error)
 
     def _tell(self, kind: str, **fields: Any) -> None:
@@ -186,7 +195,7 @@ class CalledHooks:
         with contextlib.suppress(ChannelError):
             self._channel.send(kind, **fields)
 
-    def _what(self, hook: str, topology: Described, registered: Registered) -> str:
+    def _what(self, hook: str, topology: TopologyDescription, registered: RegisteredListener) -> str:
         welcome = self._channel.welcome
         return (
             f"{hook} of listener {registered.name!r} (topology {topology.name!r}, executor {welcome['executor']}, "
@@ -194,6 +203,6 @@ class CalledHooks:
         )
 
     @staticmethod
-    def _listener(registered: Registered) -> Listener:
+    def _listener(registered: RegisteredListener) -> Listener:
         assert registered.listener is not None, "hooks are called in the process that owns the listener"
         return registered.listener

@@ -22,7 +22,7 @@ from stagecrew.listeners.listener import Listener, decorates
 from stagecrew.listeners.not_open import NotRegisteredError
 from stagecrew.listeners.resource import opened_value
 
-__all__ = ["Described", "Hooks", "Lifecycle", "Registered", "State"]
+__all__ = ["Hooks", "Lifecycle", "RegisteredListener", "State", "TopologyDescription"]
 
 Leave = Callable[[BaseException | None], None]
 
@@ -39,7 +39,7 @@ _COPY: Final = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Registered:
+class RegisteredListener:
     """One listener of one topology.
 
     `index` is its position in the topology's registration. `value` returns the value that another process opened.
@@ -55,12 +55,12 @@ class Registered:
 
 
 @dataclasses.dataclass(frozen=True)
-class Described:
+class TopologyDescription:
     """A topology as a process knows it."""
 
     id: str
     name: str
-    listeners: tuple[Registered, ...]
+    listeners: tuple[RegisteredListener, ...]
 
 
 class State(enum.Enum):
@@ -75,13 +75,13 @@ class State(enum.Enum):
 class Hooks(Protocol):
     """Calls user code. The implementation limits the time of `open` and `close`, and reports to the executor."""
 
-    def open(self, topology: Described, registered: Registered) -> None:
+    def open(self, topology: TopologyDescription, registered: RegisteredListener) -> None:
         """Calls `open`, and raises its exception."""
 
-    def close(self, topology: Described, registered: Registered) -> None:
+    def close(self, topology: TopologyDescription, registered: RegisteredListener) -> None:
         """Calls `close`. Never raises."""
 
-    def enter(self, topology: Described, registered: Registered, task: Any) -> Leave:
+    def enter(self, topology: TopologyDescription, registered: RegisteredListener, task: Any) -> Leave:
         """Enters `decorate`, and raises its exception. The result leaves the decoration, and never raises."""
 
 
@@ -90,7 +90,7 @@ class Lifecycle:
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
-        self._topologies: dict[str, Described] = {}
+        self._topologies: dict[str, TopologyDescription] = {}
         self._states: dict[tuple[str, int], State] = {}
         self._opened: list[tuple[str, int]] = []  # in the order of their opens
         self._current: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ class Lifecycle:
         """Whether this listener is open here."""
         return self._states.get((topology, index)) is State.OPEN
 
-    def add_topology(self, topology: Described) -> None:
+    def add_topology(self, topology: TopologyDescription) -> None:
         """Adds a topology. A known topology does not change."""
         self._topologies.setdefault(topology.id, topology)
 
@@ -265,7 +265,7 @@ class Lifecycle:
         ]
         raise NotRegisteredError(names, [registered.name for _, registered in inside], reason, others[-1:])
 
-    def _answer(self, described: Described, registered: Registered) -> Any:
+    def _answer(self, described: TopologyDescription, registered: RegisteredListener) -> Any:
         if registered.value is not None:
             return registered.value()
         state = self._states.get((described.id, registered.index), State.NEW)

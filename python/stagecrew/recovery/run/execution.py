@@ -30,7 +30,7 @@ from stagecrew.recovery.jobs.record import JobState
 from stagecrew.recovery.jobs.result import Result
 from stagecrew.recovery.jobs.run_files import SCRIPT
 from stagecrew.recovery.retry import RETRY_TIMEOUT
-from stagecrew.session.registration import import_named
+from stagecrew.session.registration import check_imports
 from stagecrew.session.running_job import set_running_job
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _run_code(
 def call_job(spec: JobSpec, folder: Path) -> Any:
     """Calls the function or runs the script of a job, whose files are in this folder."""
     # `configure` would import the modules of the listeners, but a job can build its session without it.
-    import_named(spec.conf.get("spark.stagecrew.listeners", ""))
+    check_imports(spec.conf.get("spark.stagecrew.listeners", ""))
     if spec.script is not None:
         sys.argv = [spec.target, *map(str, spec.arguments)]
         runpy.run_path(str(folder / SCRIPT / spec.target), run_name="__main__")
