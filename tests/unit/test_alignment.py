@@ -401,3 +401,25 @@ def test_a_task_that_reads_one_split_for_a_long_time_becomes_idle(idle_after):
         if idle_after is not None:
             assert slow.request((1, "h")) is None  # the slow task can continue: no split is left
         assert harness.failure is None
+
+
+def test_a_failing_event_time_fails_only_the_request_that_waits_for_the_split():
+    """If the event time of a split cannot be computed, the request that was held for the split fails, and no other."""
+    is_broken = []
+
+    def event_time(split):
+        if is_broken:
+            raise ValueError("no time in this split")
+        return split
+
+    merged = EventTimeSplits({"a": [0, 100]}, event_time, DRIFT)
+    with CoordinatorHarness(lambda context: SplitCoordinator(context, merged, 60.0)) as harness:
+        slow, held = harness.evaluation(0), harness.evaluation(1)
+        slow.request((0, "h"))
+        with pytest.raises(CoordinationTimeout):
+            held.request((0, "h"))
+        is_broken.append(True)
+        slow.finish()
+        with pytest.raises(RequestFailed, match="no time in this split"):
+            held.reply()
+        assert harness.failure is None

@@ -58,6 +58,18 @@ def test_the_identity_of_a_database_sink_includes_the_environment_of_libpq(monke
     assert DatabaseSink("postgresql://", "t").identity.endswith(" in host=other dbname=from-environment")
     assert DatabaseSink("postgresql://host/db", "t").identity.endswith(" in host=host dbname=db")
     assert DatabaseSink("postgresql:///?service=s", "t").identity.endswith(" in service=s")
+    monkeypatch.setenv("PGPASSWORD", "se\udcffcret")  # a byte that is not UTF-8
+    assert DatabaseSink("postgresql://host/db", "t").identity.endswith(" in host=host dbname=db")
+
+
+def test_the_identity_of_a_database_sink_includes_the_service_of_the_environment(monkeypatch, tmp_path):
+    """If the environment names a service, the identity contains it, and no name of a database that libpq does not use."""
+    for name in ("PGDATABASE", "PGUSER", "PGHOST", "PGPORT"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "services.conf").write_text("[s]\nhost=real\ndbname=realdb\n")
+    monkeypatch.setenv("PGSERVICEFILE", str(tmp_path / "services.conf"))
+    monkeypatch.setenv("PGSERVICE", "s")
+    assert DatabaseSink("postgresql://", "t").identity.endswith(" in service=s")
 
 
 def test_a_commit_id_cannot_be_used_for_two_tables(tmp_path):

@@ -48,6 +48,7 @@ def test_a_refused_database_connection_names_host_port_and_reason(closed_port):
         ("postgresql://me:s3%63ret@host/db", f"no login with {SECRET} or s3%63ret", "no login with *** or ***"),
         (f"postgresql://me@host/db?password={SECRET}", f"no login with {SECRET}", "no login with ***"),
         ("postgresql://me@host/db?password=s3%63ret+more", f"no login with {SECRET}+more", "no login with ***"),
+        (f"postgresql://me@host/db?pass%77ord={SECRET}", f"no login with {SECRET}", "no login with ***"),
         ("postgresql://me:s3@cret@host/db", "failed to resolve host 'cret@host'", "@ as %40"),
     ],
 )

@@ -452,13 +452,14 @@ def test_recent_replies_are_kept_for_repeated_requests(world):
         world.receive("REQUEST", evaluation=1, sequence=sequence, payload=pack(100_000 if sequence % 2 else 10, LIMIT))
         world.take_calls()
     world.wire.take("REPLY")
-    for sequence in range(1, 200):
-        world.receive("REQUEST", evaluation=1, sequence=sequence, payload=pack(0, LIMIT))
-    assert world.take_calls() == []  # no request is handled again
-    repeated = {reply["sequence"]: len(reply["payload"]) for reply in world.wire.take("REPLY")}
-    assert {sequence: size for sequence, size in repeated.items() if size > 11} == {199: 100_001}
-    assert {*range(136, 200, 2)} <= repeated.keys()
-    assert len(repeated) <= 64
+    for _ in range(2):  # a repeated reply can be lost, too
+        for sequence in range(1, 200):
+            world.receive("REQUEST", evaluation=1, sequence=sequence, payload=pack(0, LIMIT))
+        assert world.take_calls() == []  # no request is handled again
+        repeated = {reply["sequence"]: len(reply["payload"]) for reply in world.wire.take("REPLY")}
+        assert {sequence: size for sequence, size in repeated.items() if size > 11} == {199: 100_001}
+        assert {*range(136, 200, 2)} <= repeated.keys()
+        assert len(repeated) <= 64
 
 
 class ExclusiveReplies(Bounded):

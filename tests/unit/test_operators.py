@@ -230,3 +230,5 @@ def test_a_topology_that_ends_while_an_operator_is_used(method, moment, monkeypa
     assert len(closes) == 1
     assert not host._liveness.bindings
     assert operators._table.all() == []
+    operators.last_statistics()
+    assert b"active" not in (host.statistics() or b"")

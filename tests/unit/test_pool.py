@@ -226,28 +226,65 @@ def test_a_hanging_call_does_not_keep_the_process_alive():
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")
 
 
-def test_tasks_wait_while_the_process_can_start_no_thread(pool, timers, monkeypatch, caplog):
-    """While no thread can start, tasks wait, and the pool counts no thread. As soon as one can start, all of them run."""
-    start, is_full = threading.Thread.start, [False]
+@pytest.fixture
+def full(monkeypatch):
+    """A list. While it is not empty, the process can start no thread."""
+    start, full = threading.Thread.start, []
 
     def start_unless_full(thread):
-        if is_full[0]:
+        if full:
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_unless_full)
-    is_full[0] = True
+    return full
+
+
+def test_a_timer_for_which_no_thread_can_start_is_refused(timers, full):
+    """A timer is refused if its thread cannot start. Later timers work as soon as a thread can start."""
+    full.append(True)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         timers.later(0.0, lambda: None)
-    is_full[0] = False
+    full.clear()
     due = threading.Event()
     timers.later(0.0, due.set)
     assert due.wait(10)
-    is_full[0] = True
+
+
+@pytest.mark.parametrize("has_timers", [True, False])
+def test_tasks_wait_while_the_process_can_start_no_thread(pool, timers, full, has_timers, caplog):
+    """While no thread can start, `submit` raises no error, and tasks wait. They run as soon as one can start.
+
+    Without the thread of the timers, this is when the next task is submitted.
+    """
+    if has_timers:
+        due = threading.Event()
+        timers.later(0.0, due.set)
+        assert due.wait(10)
+    full.append(True)
     done = []
     for number in range(5):
         pool.submit(lambda number=number: done.append(number))
     assert (done, pool._threads) == ([], 0)
     assert caplog.text.count("cannot start a thread, and will try again: can't start new thread") == 1
-    is_full[0] = False
-    eventually(lambda: done == [0, 1, 2, 3, 4], 10)
+    full.clear()
+    if not has_timers:
+        pool.submit(lambda: done.append(5))
+    eventually(lambda: done == list(range(5 if has_timers else 6)), 10)
+
+
+@pytest.mark.parametrize("has_timers", [True, False])
+def test_tasks_wait_for_busy_threads_while_no_other_can_start(pool, timers, full, has_timers):
+    """If all threads are busy and no other can start, `submit` raises no error, and the busy threads run the tasks."""
+    release, busy = threading.Event(), threading.Barrier(3)
+    for _ in range(2):
+        pool.submit(lambda: (busy.wait(10), release.wait(10)))
+    busy.wait(10)
+    if has_timers:
+        timers.later(0.0, lambda: None)
+    full.append(True)
+    done = []
+    for number in range(5):
+        pool.submit(lambda number=number: done.append(number))
+    release.set()
+    eventually(lambda: sorted(done) == [0, 1, 2, 3, 4], 10)

@@ -155,7 +155,7 @@ class Delivery:
         with live.replies_lock:
             if sequence in live.replies:
                 live.replies[sequence] = (outcome, payload)
-                if len(payload) >= _LARGE_REPLY:
+                if len(payload) >= _LARGE_REPLY and live.large_reply != sequence:
                     live.replies.pop(live.large_reply, None)
                     live.large_reply = sequence
         evaluation = live.evaluation

@@ -183,7 +183,7 @@ class Operators:
         if closing:
             reason = f"topology {self.name!r} has ended"
             if is_missed:
-                self._end([binding], host, reason)
+                self._end_early([binding], reason)
             else:
                 host.remove(binding, reason)  # `close` may have removed it before it was added
             raise TopologyError(

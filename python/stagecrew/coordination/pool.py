@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import heapq
 import itertools
 import logging
@@ -107,6 +108,8 @@ class Pool:
         self._threads = 0
         self._numbers = itertools.count(1)
         self._is_growing = False
+        #: Whether the last thread could not start.
+        self._is_full = False
         #: The number of tasks that have begun.
         self._begun = 0
         self._reader: Reader | None = None
@@ -115,7 +118,10 @@ class Pool:
         self._is_woken = False
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Runs a task on one of the pool's threads. An exception that it raises is logged. Thread-safe."""
+        """Runs a task on one of the pool's threads. An exception that it raises is logged. Thread-safe.
+
+        If no thread can start, the task waits until one can.
+        """
         gate: threading.Lock | None = None
         reader: Reader | None = None
         is_new = False
@@ -165,9 +171,11 @@ class Pool:
         return False
 
     def _grow_later(self) -> None:
+        """Makes sure that the pool grows later. If no thread can start, the next task tries again."""
         if not self._is_growing:
-            self._check_later()
-            self._is_growing = True
+            with contextlib.suppress(RuntimeError):  # the timers have no thread
+                self._check_later()
+                self._is_growing = True
 
     def _check_later(self) -> None:
         begun = self._begun
@@ -192,10 +200,12 @@ class Pool:
         except RuntimeError as error:
             with self._lock:
                 self._threads -= 1
-                is_first = not self._is_growing
                 self._grow_later()
-            if is_first:
+            if not self._is_full:
                 _log.warning("thread pool %s cannot start a thread, and will try again: %s", self._name, error)
+            self._is_full = True
+        else:
+            self._is_full = False
 
     def _has_work(self) -> bool:
         return bool(self._ready)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 from stagecrew.errors import OperatorMisused
@@ -11,5 +12,5 @@ __all__ = ["check_seconds"]
 
 def check_seconds(name: str, value: Any) -> None:
     """Raises `OperatorMisused` unless the value is a positive number of seconds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) > 0:
         raise OperatorMisused(f"{name} must be a positive number of seconds, not {value!r}")

@@ -163,7 +163,7 @@ class SplitCoordinator(Coordinator):
         for id_, held in list(self._held.items()):
             try:
                 split = self._split_at(held.evaluation, held.index, held.host, self._watermarks)
-            except OperatorFailed as error:
+            except Exception as error:  # it concerns this request, not the one that released it
                 held.reply.set_exception(error)
             else:
                 if split == HELD and now < held.until:

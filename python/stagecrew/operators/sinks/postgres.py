@@ -19,6 +19,9 @@ __all__ = ["Postgres"]
 _MAX_SILENCE: Final = 60
 #: How many seconds to wait for a task that is still staging rows after its commit has ended.
 _STAGE_LOCK_TIMEOUT: Final = 5
+#: The parts of a url that identify the database. `search_path` is one of the `options`.
+_LOCATION: Final = ("service", "host", "hostaddr", "port", "dbname", "search_path")
+_SECRETS: Final = ("password", "sslpassword")
 _ESCAPE: Final = "in a password, and in names, write / as %2F, @ as %40, ? as %3F and % as %25"
 
 
@@ -38,11 +41,11 @@ class Postgres:
         known = self._parts()
         if "service" not in known:
             known = _from_environment() | known
-        known.setdefault("dbname", known.get("user", ""))
+        if "service" not in known:  # a service file can name another database
+            known.setdefault("dbname", known.get("user", ""))
         if path := re.search(r"search_path=(\S+)", str(known.get("options", ""))):
             known["search_path"] = path[1]
-        names = ("service", "host", "hostaddr", "port", "dbname", "search_path")
-        return " ".join(f"{name}={known[name]}" for name in names if known.get(name))
+        return " ".join(f"{name}={known[name]}" for name in _LOCATION if known.get(name))
 
     def _parts(self) -> dict[str, Any]:
         """The parts of the url, as libpq, PostgreSQL's client library, reads them."""
@@ -85,7 +88,7 @@ class Postgres:
         text = " ".join(str(error).split()).rstrip(".")
         # Not parse_qs: for libpq, a plus sign is not a space.
         query = [pair.partition("=") for pair in rest.partition("?")[2].split("&")]
-        secrets = {password, *(value for name, _, value in query if name in ("password", "sslpassword"))}
+        secrets = {password, *(value for name, _, value in query if urllib.parse.unquote(name) in _SECRETS)}
         for secret in sorted({*secrets, *map(urllib.parse.unquote, secrets)} - {""}, key=len, reverse=True):
             text = text.replace(secret, "***")
         return type(error)(text)
@@ -185,9 +188,11 @@ def _from_environment() -> dict[str, str]:
     from psycopg.pq import Conninfo
 
     return {
-        option.keyword.decode(): option.val.decode()
+        name: option.val.decode(errors="surrogateescape")
         for option in Conninfo.get_defaults()
-        if option.val and (option.keyword == b"user" or (option.envvar and option.envvar.decode() in os.environ))
+        if (name := option.keyword.decode()) in (*_LOCATION, "user", "options")
+        and option.val
+        and (name == "user" or (option.envvar and option.envvar.decode() in os.environ))
     }
 
 

@@ -68,6 +68,26 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.descriptions.describe("t").isEmpty && f.descriptions.ids.isEmpty)
   }
 
+  test("a reply that arrives after the topology closed here is not cached, even if its task was killed") {
+    val f = new Fixture
+    val (requested, replied) = (new CountDownLatch(1), new CountDownLatch(1))
+    f.answer = frame => {
+      requested.countDown()
+      replied.await(60, TimeUnit.SECONDS)
+      described(frame.text("topology"))
+    }
+    val task = new Thread(() => try { f.descriptions.describe("t"); () } catch { case _: InterruptedException => () })
+    task.start()
+    assert(requested.await(10, TimeUnit.SECONDS))
+    task.interrupt()
+    task.join(10000)
+    f.table.end("t")
+    f.table.forget("t")
+    f.descriptions.forget("t")
+    replied.countDown()
+    eventually(timeout(Span(10, Seconds)))(assert(f.descriptions.ids.isEmpty))
+  }
+
   test("after a failed request, the next task sends another one") {
     val f = new Fixture
     f.answer = _ => throw new IllegalStateException("no answer")

@@ -23,7 +23,9 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
       output.shuffle != 14 && deleted.synchronized { deleted += output; true }
     }
     override def has(block: CachedBlock): Boolean = stored.contains(block)
-    override def outputsOf(shuffles: Set[Int]): Seq[Output] = shuffles.toSeq.sorted.map(Output(_, 99))
+    override def outputsOf(shuffles: Set[Int]): Seq[Output] =
+      if (shuffles(15)) throw new java.io.IOException("a folder that cannot be listed")
+      else shuffles.toSeq.sorted.map(Output(_, 99))
   })
 
   override def afterEach(): Unit = pool.shutdown()
@@ -107,10 +109,23 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     // The shuffle is reported to the driver, so that Spark knows that the executor does not store it.
     def found(): Option[Set[Int]] = partitions.inventory(always = false).map(_.found.toSet)
     assert(found().contains(Set(4, 6, 7)))
-    partitions.inventorySent(delivered = false)
+    partitions.inventoryLost()
     assert(found().contains(Set(4, 6, 7)))
-    partitions.inventorySent(delivered = true)
+    val inventory = partitions.inventory(always = false).get
+    partitions.release("b", Map(9 -> 100L)).get()
+    assert(found().contains(Set(4, 6, 7, 9))) // before the driver has the first inventory
+    partitions.inventoryDelivered(inventory)
+    assert(found().contains(Set(9)))
+    partitions.inventoryDelivered(partitions.inventory(always = false).get)
     assert(found().isEmpty)
+  }
+
+  test("if the outputs of a shuffle cannot be listed, a release reports the outputs that it deleted") {
+    write(1, "a", 0)
+    partitions.table.end("a", Release(deleteOutputs = true))
+    assert(partitions.release("a", Map(15 -> 100L)).get().outputs.keySet == Set(Output(0, 1)))
+    partitions.deleteStale(Map(15 -> 100L))
+    partitions.awaitDeletions(10000)
   }
 
   test("the application's outputs of a shuffle are deleted when no topology uses the shuffle") {
@@ -151,7 +166,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     val inventory = partitions.inventory(always = false).get
     assert(Json.write(inventory) == """{"topologies":{"a":{"shuffles":[0],"caches":[]}},"found":[]}""")
     assert(partitions.inventory(always = false).isEmpty)
-    partitions.inventorySent(delivered = false)
+    partitions.inventoryLost()
     assert(partitions.inventory(always = false).contains(inventory))
     assert(Iterator.continually(partitions.inventory(always = false)).take(11).flatten.toSeq == Seq(inventory))
   }

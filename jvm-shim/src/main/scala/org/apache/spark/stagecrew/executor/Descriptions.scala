@@ -42,6 +42,7 @@ final class Descriptions(
 
   def forget(id: String): Unit = {
     ended(id)
+    described.pending(id).foreach(_.whenComplete((_, _) => described.forget(id)))
     described.forgetAll(_.exists(_.id == id))
   }
 

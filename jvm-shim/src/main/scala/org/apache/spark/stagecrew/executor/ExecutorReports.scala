@@ -50,9 +50,9 @@ private[stagecrew] final class ExecutorReports(crew: ExecutorCrew) {
   /** Sends an inventory of the stored partitions to the driver. The reply lists those that must be deleted. */
   private def sendInventory(): Unit = partitions.inventory(always = migrates).foreach { inventory =>
     crew.askDriver(Frames.encode("INVENTORY", executor, Json.write(inventory))) {
-      case Left(_) => inLoop(partitions.inventorySent(delivered = false))
+      case Left(_) => inLoop(partitions.inventoryLost())
       case Right(answer) => inLoop {
-        partitions.inventorySent(delivered = true)
+        partitions.inventoryDelivered(inventory)
         val orphans = Json.read[Orphans](Frames.decodeMessage(answer).text("body"))
         partitions.table.forget(orphans.gone.shuffles, orphans.gone.caches)
         partitions.deleteUnclaimed(orphans.unclaimed)

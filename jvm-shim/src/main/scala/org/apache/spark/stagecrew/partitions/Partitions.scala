@@ -21,7 +21,6 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   private val deletions = ConcurrentHashMap.newKeySet[CompletableFuture[_]]()
   private var staleScan = CompletableFuture.completedFuture(())
   private var staleCalls = 0
-  private var reportedStale = Set.empty[Int]
   /** Cached blocks of closed topologies that the driver has not unpersisted yet. */
   private val unconfirmed = new ConcurrentHashMap[String, Map[CachedBlock, Long]]()
   private val staleShuffles = ConcurrentHashMap.newKeySet[Int]() // shuffles whose stale outputs were deleted
@@ -118,19 +117,21 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   def inventory(always: Boolean): Option[Inventory] = {
     val now = table.inventory
     unchangedReports += 1
-    reportedStale = staleShuffles.asScala.toSet
+    val found = staleShuffles.asScala.toVector
     val isKnown = sentInventory.contains(now) && (now.isEmpty || unchangedReports < RepeatAfter)
-    if (!always && reportedStale.isEmpty && isKnown) None
+    if (!always && found.isEmpty && isKnown) None
     else {
       sentInventory = Some(now)
       unchangedReports = 0
-      Some(Inventory(now, reportedStale.toVector))
+      Some(Inventory(now, found))
     }
   }
 
-  /** The last inventory has reached the driver (`delivered`), or may have been lost. */
-  def inventorySent(delivered: Boolean): Unit =
-    if (delivered) reportedStale.foreach(staleShuffles.remove) else sentInventory = None
+  /** The driver has this inventory. */
+  def inventoryDelivered(inventory: Inventory): Unit = inventory.found.foreach(staleShuffles.remove)
+
+  /** An inventory may not have reached the driver. */
+  def inventoryLost(): Unit = sentInventory = None
 
   private def inPool[T](f: => T): CompletableFuture[T] = {
     val done = CompletableFuture.supplyAsync[T](() => f, pool)
@@ -151,11 +152,11 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     ledger.change(topology)(c => c.copy(partitions = c.partitions + more))
   }
 
-  private def removeStale(before: Map[Int, Long]): Unit = if (before.nonEmpty) disk.outputsOf(before.keySet)
-    .filter(output => output.attempt < before(output.shuffle)).foreach { output =>
-    remove(output)
-    staleShuffles.add(output.shuffle)
-  }
+  private def removeStale(before: Map[Int, Long]): Unit = if (before.nonEmpty) Log.contained("deleting stale outputs")(
+    disk.outputsOf(before.keySet).filter(output => output.attempt < before(output.shuffle)).foreach { output =>
+      remove(output)
+      staleShuffles.add(output.shuffle)
+    })
 
   /** Deletes an output. Returns whether it was deleted. If not, the log contains the reason. */
   private def remove(output: Output): Boolean = try {
