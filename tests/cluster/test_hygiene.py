@@ -326,7 +326,7 @@ def test_twenty_sessions_leak_no_threads_or_descriptors(journal, tmp_path):
 
 
 def test_spark_features_work_with_open_listeners(sessions: Sessions, journal):
-    """Accumulators, broadcasts, barrier tasks and files work while listeners are open."""
+    """Accumulators, broadcasts and barrier tasks work while listeners are open."""
     spark = sessions.get("local[2,4]")
     sc = spark.sparkContext
     with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]):

@@ -200,12 +200,12 @@ def test_invalid_arguments_are_rejected(cluster):
     with stagecrew.crew(cluster).topology("t") as topology:
         with pytest.raises(stagecrew.errors.OperatorMisused, match="int is neither"):
             topology.splits(3, read, "id long")
-        with pytest.raises(stagecrew.errors.OperatorMisused, match="reads with a function"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="read must be a function"):
             topology.splits(SPLITS, None, "id long")
         for invalid in (0, "2"):
-            with pytest.raises(stagecrew.errors.OperatorMisused, match="number of tasks"):
+            with pytest.raises(stagecrew.errors.OperatorMisused, match="parallelism must be a whole number"):
                 topology.splits(SPLITS, read, "id long", parallelism=invalid)
-        with pytest.raises(Exception, match=r"yields pyarrow.RecordBatch objects, not list"):
+        with pytest.raises(Exception, match=r"must yield pyarrow.RecordBatch or pyarrow.Table objects, not list"):
             topology.splits([1], lambda split: [[1]], "id long", parallelism=1).collect()
     with pytest.raises(stagecrew.errors.TopologyError, match="only inside its `with`"):
         topology.splits(SPLITS, read, "id long")

@@ -262,7 +262,7 @@ def test_a_slow_on_grant_is_followed_by_on_revoke(world):
 
 
 def test_leadership_is_released_after_on_revoke(world):
-    """A successor cannot lead while `on_revoke` is running, so the old leader can end its jobs first."""
+    """Until `callback_timeout`, no other candidate leads while `on_revoke` is running. So the old leader can end its jobs."""
     entered, released = threading.Event(), threading.Event()
 
     def revoked(_term, _reason):
@@ -515,13 +515,17 @@ def test_a_job_of_an_old_term_cannot_write(world):
 
 def test_invalid_arguments_are_refused():
     """A candidate with invalid arguments raises ConfigurationError."""
-    for bad in ({"period": 0}, {"period": -1}, {"callback_timeout": -1}):
-        with pytest.raises(ConfigurationError, match="must be positive"):
+    for bad, message in (
+        ({"period": 0}, "period must be positive, not 0"),
+        ({"period": -1}, "period must be positive, not -1"),
+        ({"callback_timeout": -1}, "callback_timeout must not be negative"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
             Candidate(None, None, None, **bad)
 
 
 def test_terms_grow_and_every_write_is_in_the_current_term(world):
-    """While leaders' sessions expire, three candidates take turns. Terms grow, and each write is fenced by its term."""
+    """Three candidates campaign while leaders' sessions expire. Terms grow, and each write is fenced by its term."""
     candidates = [world.candidate(name) for name in "abc"]
     done = 0
     while done < 15:

@@ -21,7 +21,7 @@ from pyspark import cloudpickle
 import stagecrew
 from stagecrew import Lifetime, Listener, ListenerContext, LoggingContext, Resource, Scope, Task, resource
 from stagecrew.errors import ConfigurationError, ResourceNotOpen
-from stagecrew.listeners.identity import Identity, Registration
+from stagecrew.listeners.identity import Identity, RegisteredTopology
 from stagecrew.listeners.listener import decorates, listener_name
 from stagecrew.listeners.not_open import NotRegisteredError, explain
 from stagecrew.listeners.not_open import Task as TaskOf
@@ -524,7 +524,7 @@ def test_get_outside_of_a_task():
     )
 
 
-ENRICH = Registration("topology 'enrich'", "enrich-1")
+ENRICH = RegisteredTopology("topology 'enrich'", "enrich-1")
 THREAD = "it was registered for topology 'enrich', and the action ran in a thread outside of this topology"
 AFTER = "it was registered for topology 'enrich', and the action ran after this topology had closed"
 INNER = NotRegisteredError(["inner", "outer", "application"], ["orders", "planes"])
@@ -556,7 +556,7 @@ INNER = NotRegisteredError(["inner", "outer", "application"], ["orders", "planes
         ([ENRICH], TaskOf(closed=("other-1", "enrich-1")), None, AFTER, "topology.keep(dataset)"),
         ([ENRICH], TaskOf("enrich-1"), None, AFTER, "Run the action inside"),
         ([ENRICH], TaskOf("t-1", closed=("enrich-1",)), INNER, AFTER, "Run the action inside"),
-        ([Registration("the application", "application")], TaskOf(), None, "of another session", "configure(builder"),
+        ([RegisteredTopology("the application", "application")], TaskOf(), None, "of another session", "configure(builder"),
         ([ENRICH], None, None, "get() was called outside of a task", "stagecrew.testing.opened(pool"),
         ([ENRICH], TaskOf("t-1"), NotRegisteredError(["t"], [], "it is a copy. Do this"), "it is a copy", "Do this"),
     ],

@@ -507,7 +507,7 @@ def test_a_listener_remembers_few_topologies(crew):
     listener = Listener()
     for i in range(20):
         crew.topology(f"run {i % 10}", listeners=[listener]).start().close()
-    assert [one.what for one in listener._stagecrew.topologies] == [f"topology 'run {i}'" for i in range(5, 10)]
+    assert [one.description for one in listener._stagecrew.topologies] == [f"topology 'run {i}'" for i in range(5, 10)]
     assert all(one.ended for one in listener._stagecrew.topologies)
 
 

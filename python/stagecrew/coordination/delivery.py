@@ -17,9 +17,9 @@ from stagecrew.wire.serialization import WINDOW, WINDOW_BYTES, failure, pack, un
 
 __all__ = ["Delivery"]
 
-#: Of the replies to an evaluation that have at least this many bytes, only the last is kept.
+#: A reply of at least this many bytes is large. Only the last large reply to an evaluation is kept.
 _LARGE_REPLY: Final = 1 << 16
-#: If the last HANDLED frame is at least this old, in seconds, the next handled message causes another one.
+#: When a message is handled, a HANDLED frame is sent if the last one is at least this many seconds old.
 _REPORT_PERIOD: Final = 1.0
 
 
@@ -37,15 +37,15 @@ class Delivery:
     # -- On the thread that reads frames
 
     def events(
-        self, instance: Instance, live: LiveEvaluation, first: int, payloads: list[bytes], counts: Statistics
+        self, instance: Instance, live: LiveEvaluation, first: int, payloads: list[bytes], statistics: Statistics
     ) -> None:
         """Enqueues the events that are new. `first` is the sequence number of the first event."""
         if (new := self._accept_new(live, first, payloads)) is not None:
-            counts.events_in += len(new)
+            statistics.events_in += len(new)
             instance.enqueue(self._handle_events, instance, live, new)
 
     def request(
-        self, instance: Instance, live: LiveEvaluation, sequence: int, payload: bytes, counts: Statistics
+        self, instance: Instance, live: LiveEvaluation, sequence: int, payload: bytes, statistics: Statistics
     ) -> None:
         """Enqueues a request. A repeated request gets the first reply again, if this reply is still kept."""
         if sequence < live.expected:
@@ -55,8 +55,8 @@ class Delivery:
         if self._accept_new(live, sequence, [payload]) is not None:
             with live.replies_lock:
                 live.replies[sequence] = None
-            counts.requests += 1
-            instance.enqueue(self._handle_request, instance, live, sequence, payload, counts, self._clock())
+            statistics.requests += 1
+            instance.enqueue(self._handle_request, instance, live, sequence, payload, statistics, self._clock())
 
     def finish(self, live: LiveEvaluation, sequence: int) -> bool:
         """Acknowledges the evaluation's last message, and returns True.
@@ -75,7 +75,9 @@ class Delivery:
         If messages are missing, fails the attempt and returns None.
         """
         if first > live.expected:
-            self._fail(live.evaluation.id, f"its messages {live.expected} to {first - 1} were lost in transit")
+            self._fail(
+                live.evaluation.id, f"messages {live.expected} to {first - 1} were lost on the way to the coordinator"
+            )
             return None
         new = payloads[live.expected - first :]
         live.expected += len(new)
@@ -101,7 +103,7 @@ class Delivery:
         live: LiveEvaluation,
         sequence: int,
         payload: bytes,
-        counts: Statistics,
+        statistics: Statistics,
         received_at: float,
     ) -> None:
         if instance.context.state == "closed" or instance.coordinator is None:
@@ -113,15 +115,15 @@ class Delivery:
             reply = instance.coordinator.handle_request(live.evaluation, unpack(payload))
             if isinstance(reply, Future):
                 reply.add_done_callback(
-                    lambda done: self._reply_later(instance, live, sequence, done, counts, received_at)
+                    lambda done: self._reply_later(instance, live, sequence, done, statistics, received_at)
                 )
             else:
                 self._reply(live, sequence, "ok", pack(reply, self._limit))
-                counts.replies.add(self._clock() - received_at)
+                statistics.replies.add(self._clock() - received_at)
             if hops.passed is not None:
                 hops.passed("coordinator-replied", live.evaluation.id, sequence)
         except Exception as error:
-            self._reply_failure(live, sequence, error, counts, received_at)
+            self._reply_failure(live, sequence, error, statistics, received_at)
         self._count_handled(live, len(payload))
 
     def _reply_later(
@@ -130,25 +132,25 @@ class Delivery:
         live: LiveEvaluation,
         sequence: int,
         done: Future[Any],
-        counts: Statistics,
+        statistics: Statistics,
         received_at: float,
     ) -> None:
         """Replies with the outcome of the future that `handle_request` returned. Runs on any thread."""
         try:
             self._reply(live, sequence, "ok", pack(done.result(), self._limit))
-            counts.replies.add(self._clock() - received_at)
+            statistics.replies.add(self._clock() - received_at)
         except BaseException as error:  # includes CancelledError
-            self._reply_failure(live, sequence, error, counts, received_at)
+            self._reply_failure(live, sequence, error, statistics, received_at)
         if not instance.loop.is_current:  # the loop flushes when it is idle, so that replies are sent together
             self._transport.flush()
 
     def _reply_failure(
-        self, live: LiveEvaluation, sequence: int, error: BaseException, counts: Statistics, received_at: float
+        self, live: LiveEvaluation, sequence: int, error: BaseException, statistics: Statistics, received_at: float
     ) -> None:
         """Replies with an error, and counts it. Runs on any thread."""
         self._reply(live, sequence, "failed", failure(error, self._limit))
-        counts.raised(error, fails=False)
-        counts.replies.add(self._clock() - received_at)
+        statistics.raised(error, fails=False)
+        statistics.replies.add(self._clock() - received_at)
 
     def _reply(self, live: LiveEvaluation, sequence: int, outcome: str, payload: bytes) -> None:
         """Keeps a reply, in case its request arrives again, and sends it. Runs on any thread."""
@@ -167,8 +169,8 @@ class Delivery:
     def _count_handled(self, live: LiveEvaluation, size: int) -> None:
         """Counts a handled message of this many bytes, and reports to the task from time to time.
 
-        Reports are frequent enough that the task's send window does not fill up with messages that were handled, and
-        that a task whose messages take a long time to handle sees progress.
+        Reports after each quarter of the send window, so that handled messages do not fill it. Also reports about every
+        second, so that the task of a slow coordinator sees progress.
         """
         live.handled += 1
         live.unreported_bytes += size

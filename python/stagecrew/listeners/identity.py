@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
-__all__ = ["Identity", "RedefinedError", "Registration", "chosen"]
+__all__ = ["Identity", "RedefinedError", "RegisteredTopology", "chosen"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def _key() -> bytes:
 
 @functools.cache
 def _maker() -> bytes:
-    """Identifies the process that created a listener. Processes have different keys, so their digests never match."""
+    """Identifies this process without revealing its key. Digests of different processes never match."""
     return hashlib.sha256(b"maker" + _key()).digest()[:8]
 
 
@@ -36,29 +36,31 @@ _REMEMBERED: Final = 5
 _NO_ARGUMENTS: Final = pickle.dumps(((), {}), protocol=5)
 
 
-class Registration(NamedTuple):
-    """A topology for which a listener is registered. `what` names it in messages.
+class RegisteredTopology(NamedTuple):
+    """A topology that uses a listener.
 
-    `ended` says whether it had ended when this copy was pickled.
+    In a task, `ended` says whether the topology had ended when the listener was pickled.
     """
 
-    what: str
+    #: The text that names the topology in error messages.
+    description: str
     id: str
     ended: bool = False
 
 
 class RedefinedError(LookupError):
-    """The open listener has the same name and arguments, but different code."""
+    """The open listener has the same factory and arguments, but different code."""
 
 
 class Identity:
-    """Identifies a listener in a task, however the task's function refers to it.
+    """Recognizes a listener in a task. The task's function can refer to the listener in three ways.
 
-    `id` is pickled with the listener. A worker that imports a module creates the listeners of the module again, with
-    other ids. They are recognised by `factory` (the module and name of the class or function) and equal arguments. A
-    reference is pickled without its arguments, which may be secrets. Instead it contains a digest of them. The key of
-    the digest never leaves its process, so digests of different processes cannot be compared. Therefore a listener in
-    `spark.stagecrew.listeners` is also identified by its name there.
+    * By a pickled copy: the copy has the same `id`.
+    * By importing its module: the worker then creates the listener again, with another id. It has the same `factory`
+      (the module and name of the class or function) and equal arguments.
+    * By `reference()`, which is pickled without the arguments, because they may be secrets. It contains a digest of
+      them. The key of the digest never leaves its process, so digests of different processes cannot be compared.
+      Therefore a listener in `spark.stagecrew.listeners` is also identified by its name there.
     """
 
     def __init__(
@@ -66,13 +68,14 @@ class Identity:
     ) -> None:
         self.id = uuid.uuid4().hex
         self.factory = factory
-        self.topologies: list[Registration] = []
+        self.topologies: list[RegisteredTopology] = []
         self.names: tuple[str, ...] = ()
         self._arguments: tuple[Any, Any] | None = (args, kwargs)
         self._pickled: bytes | None = None
         self._digest: bytes | None = None
-        #: The class or the function, in the process that created the listener, and a keyed digest of its code.
+        #: The class or the function. Only in the process that created the listener.
         self._defined_by = defined_by
+        #: A digest of its code. The key belongs to the process that created the listener.
         self._definition: bytes | None = None
         self._maker = _maker()
 
@@ -91,11 +94,11 @@ class Identity:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _arguments=None, _defined_by=None)
 
-    def note_registration(self, what: str, topology: str) -> None:
-        """Records a topology with this listener, for errors. Keeps only a few, because each task receives them."""
+    def note_registration(self, description: str, topology_id: str) -> None:
+        """Records a topology that uses this listener, for error messages. Keeps only a few: each task receives them."""
         # A new list: another thread may pickle the old one.
-        others = [one for one in self.topologies if one.what != what]
-        self.topologies = [*others, Registration(what, topology)][-_REMEMBERED:]
+        others = [one for one in self.topologies if one.description != description]
+        self.topologies = [*others, RegisteredTopology(description, topology_id)][-_REMEMBERED:]
 
     def note_end(self, topology: str) -> None:
         """Records that the topology with this id has ended."""
@@ -120,7 +123,7 @@ class Identity:
 
     @property
     def digest(self) -> bytes | None:
-        """A digest of the arguments, with the key of the process that created them. None if they cannot be pickled."""
+        """A digest of the arguments, keyed by the process that created them. None if they cannot be pickled."""
         if self._digest is None and self._arguments is not None and self.pickled_arguments is not None:
             import hmac
 
@@ -129,7 +132,7 @@ class Identity:
 
     @property
     def definition(self) -> bytes | None:
-        """A digest of the code, with the key of the creating process. None if the code is imported by name."""
+        """A digest of the code, with the same key. None if the code is imported by name."""
         function = self._defined_by
         if function is not None:
             if function.__module__ == "__main__" or "<locals>" in getattr(function, "__qualname__", ""):

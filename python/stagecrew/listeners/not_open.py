@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from stagecrew.listeners.identity import Registration
+from stagecrew.listeners.identity import RegisteredTopology
 
 __all__ = ["APPLICATION", "NotRegisteredError", "Task", "explain"]
 
@@ -45,7 +45,7 @@ class Task:
 
 
 def explain(
-    name: str, registrations: Sequence[Registration], task: Task | None, missing: NotRegisteredError | None
+    name: str, registrations: Sequence[RegisteredTopology], task: Task | None, missing: NotRegisteredError | None
 ) -> str:
     """Returns the message: the cause and the remedy. `task` is None if the process runs no task.
 
@@ -55,7 +55,7 @@ def explain(
     their_listeners = _list_of(missing.registered) if missing is not None else ""
     latest = registrations[-1] if registrations else None
     if latest is None and missing is not None and missing.others:
-        latest = Registration(f"topology {missing.others[0]!r}", "")
+        latest = RegisteredTopology(f"topology {missing.others[0]!r}", "")
     if missing is not None and missing.reason:
         cause, remedy = missing.reason, ""
     elif task is None:
@@ -68,17 +68,17 @@ def explain(
         cause = "it was registered for the application of another session, not for this application"
         remedy = f"Build this session with `stagecrew.configure(builder, listeners=[{name}])`"
     elif latest is not None and (latest.ended or latest.id in task.closed or latest.id == task.topology):
-        cause = f"it was registered for {latest.what}, and the action ran after this topology had closed"
+        cause = f"it was registered for {latest.description}, and the action ran after this topology had closed"
         remedy = f"{_RUN_INSIDE}. {_KEEP}"
     elif inside:
         cause = (
             f"this task runs in topology {' inside '.join(map(repr, inside))}, which does not have it{their_listeners}"
         )
         if latest is not None:
-            cause += f"; it was registered for {latest.what}"
+            cause += f"; it was registered for {latest.description}"
         remedy = f"Register it there: `crew.topology({inside[0]!r}, listeners=[{name}])`"
     elif latest is not None:
-        cause = f"it was registered for {latest.what}, and the action ran in a thread outside of this topology"
+        cause = f"it was registered for {latest.description}, and the action ran in a thread outside of this topology"
         remedy = "Run `topology.wrap(f)` instead of `f` in the thread, while the topology is open"
     else:
         cause = f"this task belongs to no topology{their_listeners}"

@@ -58,7 +58,9 @@ def read_event_log(log: str) -> dict[str, Any]:
         ConfigurationError: Spark is not installed here.
     """
     command = [found_spark_submit(), *_LOCAL, "--class", _CLASS, "--conf", "spark.log.level=ERROR", jar_path(), log]
-    environment = {key: value for key, value in os.environ.items() if key != "SPARK_REMOTE"}  # excludes --master
+    environment = {
+        key: value for key, value in os.environ.items() if key != "SPARK_REMOTE"
+    }  # with it, spark-submit refuses --master
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -117,7 +119,17 @@ def _tables(data: dict[str, Any]) -> Iterator[tuple[str, Table]]:
         yield (
             "Topologies",
             table(
-                ("topology", "id", "kind", "state", "began", "seconds", "jobs", "executors", "unclosed"),
+                (
+                    "topology",
+                    "id",
+                    "kind",
+                    "state",
+                    "began",
+                    "seconds",
+                    "Spark jobs",
+                    "executors",
+                    "unclosed listeners",
+                ),
                 (
                     (
                         *(one[key] for key in ("name", "id", "kind", "state")),
@@ -132,23 +144,23 @@ def _tables(data: dict[str, Any]) -> Iterator[tuple[str, Table]]:
             ),
         )
     listeners = [
-        (topology["name"], listener["name"], listener["scope"], executor, *_counts(listener))
+        (topology["name"], listener["name"], listener["scope"], executor, *_listener_cells(listener))
         for topology in topologies
-        for executor, counts in topology["executors"].items()
-        for listener in counts["listeners"]
+        for executor, record in topology["executors"].items()
+        for listener in record["listeners"]
     ]
     if listeners:
         names = ("opens", "closes", "failures", "lost", "open s", "close s", "last error")
         yield "Listeners", table(("topology", "listener", "scope", "executor", *names), listeners)
     stored = [
-        (topology["name"], executor, *(counts["partitions"].get(key, 0) for key in _PARTITIONS))
+        (topology["name"], executor, *(record["partitions"].get(key, 0) for key in _PARTITIONS))
         for topology in topologies
-        for executor, counts in topology["executors"].items()
-        if any(counts["partitions"].values())
+        for executor, record in topology["executors"].items()
+        if any(record["partitions"].values())
     ]
     if stored:
         yield "Partitions", table(("topology", "executor", *_PARTITIONS.values()), stored)
-    operators = [(topology["name"], *_operator(one)) for topology in topologies for one in topology["operators"]]
+    operators = [(topology["name"], *_operator_cells(one)) for topology in topologies for one in topology["operators"]]
     if operators:
         columns = (
             "operator",
@@ -181,7 +193,7 @@ def _tables(data: dict[str, Any]) -> Iterator[tuple[str, Table]]:
             ),
         )
     if recovery := data.get("recovery"):
-        yield "Job", table(("", ""), recovery["facts"].items())
+        yield "Stored job", table(("", ""), recovery["facts"].items())
         forgotten = recovery.get("forgottenSteps", 0)
         yield (
             f"Steps, {len(recovery['steps'])} of {len(recovery['steps']) + forgotten}" if forgotten else "Steps",
@@ -192,7 +204,7 @@ def _tables(data: dict[str, Any]) -> Iterator[tuple[str, Table]]:
         )
 
 
-def _counts(listener: dict[str, Any]) -> tuple[Any, ...]:
+def _listener_cells(listener: dict[str, Any]) -> tuple[Any, ...]:
     return (
         *(listener[key] for key in ("opens", "closes", "failures", "lost")),
         f"{listener['openMicros'] / 1e6:.3f}",
@@ -201,7 +213,7 @@ def _counts(listener: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _operator(one: dict[str, Any]) -> tuple[Any, ...]:
+def _operator_cells(one: dict[str, Any]) -> tuple[Any, ...]:
     replies = one["replies"]
     return (
         *(one[key] for key in ("name", "kind", "state")),

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["SplitCoordinator", "read_splits"]
 
 #: How often, in seconds, the coordinator checks whether the enumerator is late.
-_WATCH: Final = 1.0
-#: How many seconds one request may spend at most on reading ahead, if the enumerator has the locations of its splits.
-_AHEAD: Final = 1.0
+_ENUMERATOR_CHECK: Final = 1.0
+#: The maximum time in seconds that one request spends on reading ahead, if the enumerator has the locations of splits.
+_MAX_READ_AHEAD: Final = 1.0
 #: How often, in seconds, the coordinator checks for idle evaluations, if splits have event times.
 _IDLE_CHECK: Final = 0.2
-#: After this many seconds at most, a held request gets the reply `HELD`, and its task asks again. The wait is always
-#: far below the request timeout.
-_HOLD: Final = 5.0
+#: The maximum time in seconds until a held request gets the reply `HELD`, and its task asks again. It is always far
+#: below the request timeout.
+_MAX_HOLD: Final = 5.0
 
 
 @dataclasses.dataclass
@@ -57,7 +57,7 @@ class _HeldRequest:
 class SplitCoordinator(Coordinator):
     """Assigns splits to subtasks, and records them in the split log.
 
-    Reads the enumerator on the coordinator's thread, one split at a time.
+    Takes splits from the enumerator on the coordinator's thread, one at a time.
     """
 
     kind = "splits"
@@ -66,22 +66,23 @@ class SplitCoordinator(Coordinator):
         self, context: CoordinatorContext, enumerator: Any, enumerator_timeout: float, subtasks: int | None = None
     ) -> None:
         super().__init__(context)
-        #: The number of tasks that read the splits. It may be smaller than before a recovery.
+        #: The number of subtasks. After a recovery, it may be smaller than before.
         self._subtasks = subtasks
         #: How many seconds the enumerator may take for one split.
         self._enumerator_timeout = enumerator_timeout
         self._is_list = isinstance(enumerator, Sequence)
         #: The number of splits, if it is known from the beginning.
         self._split_count = len(enumerator) if self._is_list else None
-        #: For each subtask, how many splits of its log it has read.
-        self._read_counts: dict[int, int] = {}
+        #: For each subtask, how many splits it has finished.
+        self._done_counts: dict[int, int] = {}
         self._log = SplitLog(enumerator, f"operator {context.operator!r}", self._on_split)
-        #: When the last request began, and, while a request is reading the enumerator, when the last split arrived.
+        #: When the last request began.
         self._request_began = 0.0
+        #: While a request waits for the enumerator: when it began, or when the last split arrived. Otherwise None.
         self._waiting_since: float | None = None
-        #: If splits have event times: the event time of the split that each evaluation is reading, and the requests
-        #: that wait for the evaluation with the earliest split.
+        #: If splits have event times: the event time of the split that each evaluation is reading.
         self._watermarks: WatermarkGroup[int] | None = None
+        #: The requests that wait for the evaluation with the earliest split, by evaluation.
         self._held: dict[int, _HeldRequest] = {}
         if hasattr(enumerator, "event_time"):
             self._watermarks = WatermarkGroup(enumerator.drift, enumerator.idle_after)
@@ -90,7 +91,10 @@ class SplitCoordinator(Coordinator):
         """See `Coordinator`."""
         if not self._is_list:
             self.context.call_async(
-                self._check_enumerator, _ignore, period=min(_WATCH, self._enumerator_timeout / 4), while_live=True
+                self._check_enumerator,
+                _ignore,
+                period=min(_ENUMERATOR_CHECK, self._enumerator_timeout / 4),
+                while_live=True,
             )
         if self._watermarks is not None:
             self.context.every(_IDLE_CHECK, self._release_held, while_live=True)
@@ -102,8 +106,8 @@ class SplitCoordinator(Coordinator):
         """
         index, host = request
         assert evaluation.subtask is not None
-        if index > self._read_counts.get(evaluation.subtask, 0):
-            self._read_counts[evaluation.subtask] = index
+        if index > self._done_counts.get(evaluation.subtask, 0):
+            self._done_counts[evaluation.subtask] = index
         if self._watermarks is None:
             return self._split_at(evaluation, index, host)
         self._watermarks.remove(evaluation.id)
@@ -111,7 +115,7 @@ class SplitCoordinator(Coordinator):
         if split != HELD:
             self._release_held()
             return split
-        until = time.monotonic() + min(_HOLD, self._enumerator_timeout / 4)
+        until = time.monotonic() + min(_MAX_HOLD, self._enumerator_timeout / 4)
         held = self._held[evaluation.id] = _HeldRequest(evaluation, index, host, until, Future())
         return held.reply
 
@@ -154,7 +158,7 @@ class SplitCoordinator(Coordinator):
     def _on_split(self) -> bool:
         """Records that the enumerator has yielded a split. Returns whether the request has time to read ahead."""
         self._waiting_since = now = time.monotonic()
-        return now - self._request_began < min(_AHEAD, self._enumerator_timeout / 4)
+        return now - self._request_began < min(_MAX_READ_AHEAD, self._enumerator_timeout / 4)
 
     def _release_held(self) -> None:
         """Replies to held requests for which a split may be assigned now, or that were held long enough."""
@@ -175,7 +179,7 @@ class SplitCoordinator(Coordinator):
         """See `Coordinator`."""
         if not self._held:
             return ""
-        return f"the tasks that read the earliest splits: {_counted(len(self._held), 'subtask')} must wait for them"
+        return f"the subtasks with the earliest splits: {_counted(len(self._held), 'other subtask')} must wait for them"
 
     def progress(self) -> dict[str, Any]:
         """See `Coordinator`.
@@ -183,7 +187,7 @@ class SplitCoordinator(Coordinator):
         A split is done when its task asks for the next split. The number of splits left is known if the splits are a
         list, and when all splits are in logs.
         """
-        assigned, done = self._log.assigned, sum(self._read_counts.values())
+        assigned, done = self._log.assigned, sum(self._done_counts.values())
         counts = {"splits done": done, "splits in progress": assigned - done}
         left = 0 if self._log.sealed else None if self._split_count is None else self._split_count - assigned
         return counts if left is None else counts | {"splits left": left}
@@ -234,17 +238,17 @@ def read_splits(
     name = use or "splits"
     if not hasattr(enumerator, "splits") and not isinstance(enumerator, Iterable):
         raise OperatorMisused(
-            "splits() takes an iterable of splits, or an object whose splits() returns one; "
+            "Topology.splits() takes an iterable of splits, or an enumerator with a method splits() that returns one; "
             f"{type(enumerator).__name__} is neither"
         )
     if not callable(read):
-        raise OperatorMisused(f"splits() reads with a function read(split), not {type(read).__name__}: pass a function")
+        raise OperatorMisused(f"read must be a function that takes a split, not {type(read).__name__}")
     if isinstance(enumerator, Iterator):
         enumerator = SinglePassEnumerator(enumerator, f"the splits of operator {name!r}")
     tasks = context.defaultParallelism if parallelism is None else parallelism
     if not isinstance(tasks, int) or tasks < 1:
-        raise OperatorMisused(f"parallelism is the number of tasks, a whole number of at least 1, not {tasks!r}")
-    # Shorter, so that the coordinator reports a late enumerator before the task's request times out.
+        raise OperatorMisused(f"parallelism must be a whole number of at least 1, not {tasks!r}")
+    # Shorter than the request timeout, so that the coordinator reports a late enumerator first.
     enumerator_timeout = 0.9 * scope.request_timeout
     operator = Operator(
         scope,
@@ -263,7 +267,7 @@ def read_splits(
 def read_subtask(
     gateway: TaskGateway, batches: Iterator[pa.RecordBatch], read: Callable[[Any], Iterable[pa.RecordBatch]]
 ) -> Iterator[pa.RecordBatch]:
-    """The task's side: reads the splits in the subtask's log, then requests more splits."""
+    """Runs in the task. Requests the splits of this subtask one after the other, and yields their rows."""
     for _ in batches:  # the single row of this subtask contains no data
         pass
     index = 0
@@ -287,4 +291,6 @@ def read_subtask(
             elif isinstance(batch, pa.RecordBatch):
                 yield batch
             else:
-                raise OperatorMisused(f"read(split) yields pyarrow.RecordBatch objects, not {type(batch).__name__}")
+                raise OperatorMisused(
+                    f"read(split) must yield pyarrow.RecordBatch or pyarrow.Table objects, not {type(batch).__name__}"
+                )

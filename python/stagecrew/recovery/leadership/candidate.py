@@ -132,10 +132,10 @@ class Candidate:
         period: float | None = None,
         callback_timeout: float = 30.0,
     ) -> None:
-        if (period is not None and period <= 0) or callback_timeout < 0:
-            raise ConfigurationError(
-                f"period={period} must be positive, and callback_timeout={callback_timeout} must not be negative"
-            )
+        if period is not None and period <= 0:
+            raise ConfigurationError(f"period must be positive, not {period}")
+        if callback_timeout < 0:
+            raise ConfigurationError(f"callback_timeout must not be negative, but is {callback_timeout}")
         self._open_store, self._on_grant, self._on_revoke = open_store, on_grant, on_revoke
         self._clock, self._period, self._callback_timeout = clock, period, callback_timeout
         # Guards the five attributes below. While it is held, nothing but the clock is called.

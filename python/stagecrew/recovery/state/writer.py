@@ -1,4 +1,4 @@
-"""Writes states, and then the handles that refer to them, in a transaction that is applied once even if repeated."""
+"""Writes a state to the storage, and then its handle to the store, in a transaction that is applied at most once."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ MAX_TRIES: Final = 20
 class PreparedState:
     """A state for one handle. If a session passes it to `add` or `replace` again, it is still written only once.
 
-    Use it to repeat a write whose outcome is unknown. Only one thread may use it at a time. After the session has
-    ended, another session can add the state again, even if it was added before and others have removed it since. To
-    prevent this, create a separate entry in `also`.
+    Use it to repeat a write whose outcome is unknown. Only one thread may use it at a time. The promise holds within
+    one session: a later session can add the state a second time, after others have removed its handle. To prevent
+    this, create an entry that nobody deletes in `also`: then the second write fails.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -65,7 +65,7 @@ class PreparedState:
 
 @dataclasses.dataclass(frozen=True)
 class WriterSlot:
-    """An ephemeral entry of this session, at one version. A transaction that replaces it is applied at most once.
+    """An ephemeral entry of this session. A transaction that replaces its `version` is applied at most once.
 
     Without a slot, this could happen: the response to an `add` is lost, others remove the handle and its state, and the
     repeated `add` creates a reference to the deleted state.
@@ -75,7 +75,7 @@ class WriterSlot:
     version: int
 
 
-#: The unused slots of each store, shared by all roots. There are as many as there were writes at the same time.
+#: The unused slots of each store, shared by all roots. A store has as many as it had writes at the same time.
 _SLOTS: Final[weakref.WeakKeyDictionary[Store, collections.deque[WriterSlot]]] = weakref.WeakKeyDictionary()
 _SLOTS_LOCK: Final = threading.Lock()
 
@@ -114,7 +114,7 @@ class HandleWriter:
     ) -> None:
         """Writes the state, then applies the operations of `change(reference)` and `also` in one transaction.
 
-        If an operation of the change fails, `on_conflict` gets the conflict. If it returns, the write is tried again.
+        If an operation of the change fails, calls `on_conflict`. If this raises nothing, tries the write again.
         """
         if state.key not in (None, key):
             raise ConfigurationError(
@@ -165,16 +165,16 @@ class HandleWriter:
         error: StoreConflict,
         slot: WriterSlot,
         state: PreparedState,
-        changes: int,
+        change_count: int,
         on_conflict: Callable[[StoreConflict], None],
     ) -> None:
-        """Returns if the write can be tried again. Otherwise discards the state and raises the final error."""
+        """Prepares another try. If another try makes no sense, discards the state and raises the final error."""
         index = error.index - 1
         interfered = index < 0  # a sweep, or the slot was deleted with the session of an earlier try
         state.slot = None if error.index < 0 else slot
         try:
-            if index >= changes:
-                raise StoreConflict(str(error), index - changes, error.why) from error
+            if index >= change_count:
+                raise StoreConflict(str(error), index - change_count, error.why) from error
             if not interfered:
                 on_conflict(StoreConflict(str(error), index, error.why))
         except BaseException as final:
@@ -204,7 +204,7 @@ class HandleWriter:
         return state.slot, state.generation, state.reference
 
     def _discard(self, state: PreparedState, error: BaseException | None = None) -> None:
-        """Deletes the state from the storage. Nothing refers to it, or ever will."""
+        """Deletes a state that no handle refers to, now or later, and returns its slot."""
         slot, reference = state.slot, state.reference
         state.slot = state.generation = state.reference = None
         if slot is not None:
@@ -230,14 +230,17 @@ class HandleWriter:
 
     @contextlib.contextmanager
     def _unknown_as_unavailable(self) -> Iterator[None]:
-        """Raises `StoreUnavailable` for an unknown outcome, because repeating such a preparation does no harm."""
+        """Raises `StoreUnavailable` for an unknown outcome. Only for steps before the write, which can be repeated."""
         try:
             yield
         except PossiblyInconsistentError as error:
             raise StoreUnavailable(f"nothing was written to {self._root} yet: {error}") from error
 
     def _transact(self, slot: WriterSlot, token: str, key: str, operations: Sequence[Operation]) -> None:
-        """Raises `StoreConflict`, with an index in `operations`, if neither this try nor an earlier one was applied."""
+        """Applies the operations, and replaces the slot. Raises `StoreConflict` only if no try was applied.
+
+        The conflict's index is a position in `operations`, or -1 for the slot.
+        """
         try:
             self._store.transact(Replace(slot.key, token.encode(), slot.version), *operations)
         except StoreConflict as error:

@@ -45,8 +45,8 @@ class TimelineSuite extends AnyFunSuite {
     val many = (0 until Timeline.MaxSpans + 5).map(i => span(s"${i % 100}", i, i + 1))
     val html = Timeline.of(Views.topology("t").copy(started = 0, spans = many.toVector, spansDropped = 7), 10000)
     assert(bars(html).size <= Timeline.MaxSpans && (html \\ "text").size == Timeline.MaxLanes + 6)
-    assert(html.text.contains("12 more are not shown") && html.text.contains("The first 40 executors are shown"))
-    assert(drawn(10).text.contains("No open, close or task"))
+    assert(html.text.contains("12 more are not shown") && html.text.contains("Only the first 40 executors are shown"))
+    assert(drawn(10).text.contains("Nothing is recorded"))
   }
 
   test("times out of order, from hosts with different clocks, are drawn inside the image") {
@@ -57,6 +57,6 @@ class TimelineSuite extends AnyFunSuite {
 
   test("if no span is kept, the number of recorded spans is shown") {
     val html = Timeline.of(Views.topology("t").copy(started = 0, spansDropped = 12), 10000)
-    assert(html.text.contains("12") && !html.text.contains("No open, close or task") && (html \\ "svg").isEmpty)
+    assert(html.text.contains("12") && !html.text.contains("Nothing is recorded") && (html \\ "svg").isEmpty)
   }
 }

@@ -25,8 +25,8 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   private val unconfirmed = new ConcurrentHashMap[String, Map[CachedBlock, Long]]()
   private val staleShuffles = ConcurrentHashMap.newKeySet[Int]() // shuffles whose stale outputs were deleted
 
-  /** An attempt begins to write an output. Returns None if the attempt belongs to no topology: only Spark manages the
-    * output then. */
+  /** Called when an attempt begins to write an output. Returns None if the attempt belongs to no topology: then only
+    * Spark manages the output. */
   private[stagecrew] def setUp(output: Output): Option[OutputInProgress] = ownerOf(output.attempt).map { owner =>
     table.setUp(owner, output)
     new OutputInProgress(output)
@@ -34,7 +34,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
 
   /** An output that a task is writing. Used by the task's thread only. */
   private[stagecrew] final class OutputInProgress(output: Output) {
-    /** The output is written. `lengths` are the sizes of its partitions. */
+    /** Called when the task has written the output. `lengths` are the sizes of its partitions. */
     def finished(lengths: Array[Long]): Unit = {
       val bytes = lengths.sum
       table.finished(output, bytes).foreach(topology => delete(topology, Map(output -> bytes)))
@@ -44,8 +44,8 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     def reportingFailure[T](f: => T): T = try f catch { case error: Throwable => failed(); throw error }
   }
 
-  /** An attempt has ended. `blocks` are the cached blocks that the attempt stored, with their sizes, or dropped (None).
-    * Called before the attempt leaves its topologies. */
+  /** Called when an attempt has ended, before it leaves its topologies. `blocks` are the cached blocks that it stored,
+    * with their sizes, and those that it dropped, with None. */
   def attemptEnded(attempt: Long, blocks: Seq[(CachedBlock, Option[Long])]): Unit = {
     if (blocks.nonEmpty) ownerOf(attempt).foreach(owner =>
       blocks.foreach { case (block, bytes) => table.blockChanged(owner, block, bytes) })
@@ -54,19 +54,19 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
 
   /** Called when an ended topology has no attempts left: deletes its outputs. Its cached blocks remain until the driver
     * has unpersisted them. Also deletes the outputs that `deleteStale` would delete. */
-  def release(topology: String, stale: Map[Int, Long]): CompletableFuture[Deletions] = {
+  def release(topology: String, before: Map[Int, Long]): CompletableFuture[Deletions] = {
     val released = table.release(topology)
     if (released.blocks.nonEmpty) unconfirmed.put(topology, released.blocks)
-    if (released.outputs.isEmpty && stale.isEmpty) CompletableFuture.completedFuture(released)
+    if (released.outputs.isEmpty && before.isEmpty) CompletableFuture.completedFuture(released)
     else inPool {
       delete(topology, released.outputs)
-      removeStale(stale)
+      removeStale(before)
       released
     }
   }
 
-  /** The driver has unpersisted these datasets: counts the blocks of the topology that were deleted, and those that
-    * could not be deleted. */
+  /** Called when the driver has unpersisted these cached datasets. Counts the topology's blocks that are gone as
+    * released, and those that are still here as failures. */
   def unpersisted(topology: String, datasets: Set[Int]): Unit = Option(unconfirmed.remove(topology)).foreach { blocks =>
     val (failed, deleted) = blocks.filter { case (block, _) => datasets(block.rdd) }
       .partition { case (block, _) => disk.has(block) }
@@ -76,20 +76,20 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   /** Whether the driver has not yet confirmed the release of the topology's cached datasets. */
   def awaitsUnpersist(topology: String): Boolean = unconfirmed.containsKey(topology)
 
-  /** No topology uses the outputs of these shuffles from attempts with ids below the given one. Deletes such outputs if
-    * they are on the executor's disks. */
+  /** Deletes stale outputs from this executor's disks. For each shuffle, `before` has an attempt id: no topology uses
+    * the outputs of attempts with lower ids. */
   def deleteStale(before: Map[Int, Long]): Unit = if (before.nonEmpty && staleScan.isDone) {
     if (staleCalls % ScanEvery == 0) staleScan = inPool(removeStale(before))
     staleCalls += 1
   }
 
-  /** No topology uses these shuffles: deletes those of their outputs that are recorded for the application. */
+  /** Deletes outputs of shuffles that no topology uses, if they are recorded for the application. */
   def deleteUnclaimed(shuffles: Iterable[Int]): Unit = {
     val outputs = table.removeUnclaimed(shuffles)
     if (outputs.nonEmpty) { inPool(delete(Description.Application, outputs)); () }
   }
 
-  /** The driver is lost: deletes all finished outputs, and those that finish later. */
+  /** Called when the driver is lost. Deletes all finished outputs, and those that finish later. */
   def driverLost(): Unit = {
     val outputs = table.driverLost()
     unconfirmed.clear()
@@ -177,8 +177,8 @@ object Partitions {
     def delete(output: Output): Boolean
     /** Whether a cached block is stored here. */
     def has(block: CachedBlock): Boolean
-    /** All outputs of these shuffles, including those that are not in the table, because a decommissioned executor
-      * sent them. */
+    /** All outputs of these shuffles. Includes those that a decommissioned executor sent, which are not in the
+      * table. */
     def outputsOf(shuffles: Set[Int]): Seq[Output]
   }
 
@@ -188,8 +188,8 @@ object Partitions {
   /** One in this many calls of `deleteStale` lists the files on the disks. */
   private val ScanEvery = 4
 
-  // Spark creates the ShuffleDataIO by class name, so it finds the executor's `Partitions` here. A JVM has one
-  // executor.
+  // Spark creates our ShuffleDataIO without arguments, so the ShuffleDataIO takes the executor's `Partitions` from
+  // here. A JVM has one executor.
   @volatile private var current = Option.empty[Partitions]
 
   def here: Option[Partitions] = current

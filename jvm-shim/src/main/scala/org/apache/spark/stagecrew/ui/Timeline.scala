@@ -6,10 +6,10 @@ import scala.collection.mutable
 import scala.xml.{Node, NodeSeq}
 import executor._, spark._
 
-/** Draws spans as SVG, without JavaScript. Texts and lines have the colour of the page's text. Pure functions. */
+/** Draws spans as SVG, without JavaScript. Labels and lines have the text colour of the page. Pure functions. */
 private[stagecrew] object Timeline {
   val MaxLanes = 40
-  val MaxRows = 12 // in each lane
+  val MaxRows = 12 // in the lane of each executor
   val MaxSpans: Int = SpanBook.PerTopology
 
   private val Width = 1200
@@ -17,21 +17,21 @@ private[stagecrew] object Timeline {
   private val RowHeight = 9
   private val Kinds = Seq("open", "task", "close")
   private val Colours = Map("task" -> "#4c8dc9", "open" -> "#2a9d6f", "close" -> "#d08c1d")
-  private val Other = "#8a8a8a"
-  private val Failed = "#d64550"
+  private val OtherColour = "#8a8a8a"
+  private val FailedColour = "#d64550"
 
   /** The timeline of a topology up to the time `until`, with a summary in words. */
   def of(topology: TopologyView, until: Long): NodeSeq =
-    if (topology.spans.isEmpty && topology.spansDropped == 0) <p>No open, close or task has been recorded.</p>
+    if (topology.spans.isEmpty && topology.spansDropped == 0) <p>Nothing is recorded: no listener or task began.</p>
     else if (topology.spans.isEmpty)
-      <p>{s"${topology.spansDropped} opens, closes and tasks were recorded. None of them is kept any more."}</p>
+      <p>{s"The recorded spans (${topology.spansDropped}) are no longer kept."}</p>
     else {
       val spans = topology.spans.takeRight(MaxSpans)
-      val executors = spans.map(_.executor).distinct.sortBy(id => (id.length, id)) // numbers, mostly
+      val executors = spans.map(_.executor).distinct.sortBy(id => (id.length, id)) // 2 before 10
       val notShown = topology.spansDropped + topology.spans.size - spans.size
       svg(spans, executors.take(MaxLanes), topology.started, until) ++ <p>{summary(topology.spans, executors.size)}{
         if (notShown > 0) s" $notShown more are not shown." else ""}{
-        if (executors.size > MaxLanes) s" The first $MaxLanes executors are shown." else ""}</p>
+        if (executors.size > MaxLanes) s" Only the first $MaxLanes executors are shown." else ""}</p>
     }
 
   /** A summary of the spans in words: visible text, and the description of the drawing for screen readers. */
@@ -73,7 +73,7 @@ private[stagecrew] object Timeline {
     }
     val description = summary(spans, executors.size)
     <div>
-      <p>{Kinds.map(kind => key(Colours(kind), kind, failed = false))}{key(Failed, "failed", failed = true)}</p>
+      <p>{Kinds.map(kind => legend(Colours(kind), kind, failed = false))}{legend(FailedColour, "failed", true)}</p>
       <svg xmlns="http://www.w3.org/2000/svg" id="stagecrew-timeline" role="img" aria-label={s"Timeline: $description"}
         viewBox={s"0 0 $Width $height"} style="width: 100%; max-width: 1800px; height: auto;">{ticks}{lanes}</svg>
     </div>
@@ -82,8 +82,8 @@ private[stagecrew] object Timeline {
   private def line(x1: String, x2: String, y1: String, y2: String): Node =
     <line x1={x1} x2={x2} y1={y1} y2={y2} stroke="currentColor" stroke-opacity="0.2"/>
 
-  /** Places overlapping spans in different rows, at most `MaxRows`. A further span overlaps others, in the row that
-    * ends first. Returns each span with its row, and the number of rows. */
+  /** Places overlapping spans in different rows. If all `MaxRows` rows are occupied, a span overlaps another one, in
+    * the row that becomes free first. Returns each span with its row, and the number of rows. */
   private[stagecrew] def pack(spans: Seq[Span]): (Seq[(Span, Int)], Int) = {
     val ends = mutable.ArrayBuffer.empty[Long]
     val placed = spans.sortBy(_.started).map { span =>
@@ -102,7 +102,7 @@ private[stagecrew] object Timeline {
   private def bar(span: Span, from: Double, to: Double, y: Int): Node = {
     val label = s"${span.kind} ${Show.first(span.name, Show.Length)} on ${Show.first(span.executor, Show.Length)}"
     val duration = if (span.ended > 0) s", ${elapsed(span.ended - span.started)}" else ", still running"
-    val fill = if (span.failed) Failed else Colours.getOrElse(span.kind, Other)
+    val fill = if (span.failed) FailedColour else Colours.getOrElse(span.kind, OtherColour)
     val kind = if (span.failed) "failed" else if (Colours.contains(span.kind)) span.kind else "other"
     <rect class={s"stagecrew-$kind"} x={decimal(from)} y={y.toString} width={decimal(math.max(2.0, to - from))}
       height={(RowHeight - 2).toString} fill={fill}
@@ -110,7 +110,7 @@ private[stagecrew] object Timeline {
         s"$label$duration${if (span.failed) ", failed" else ""}"}</title></rect>
   }
 
-  private def key(colour: String, name: String, failed: Boolean): Node =
+  private def legend(colour: String, name: String, failed: Boolean): Node =
     <span class="me-3"><svg xmlns="http://www.w3.org/2000/svg" width="14" height="10" aria-hidden="true"><rect
       x="1" y="1" width="12" height="8" fill={colour} stroke={edge(failed)}/></svg>{s" $name"}</span>
 
