@@ -13,6 +13,7 @@ import pytest
 
 from stagecrew.errors import CommitFailed, CommitPending, CommitUnknown
 from stagecrew.operators.commits import abandon, commit, resume
+from stagecrew.operators.sinks import IcebergSink
 from support.commit_trials import SCHEMA, SEED, Driver, Killed, SinkWrapper, Tasks, moments_without_faults
 from support.commits import CallsBefore, FailingLog, commit_and_restore_old_log, trials_in
 from support.local_sinks import files, iceberg
@@ -279,3 +280,45 @@ def test_a_pickled_iceberg_sink_reaches_its_catalogue(tmp_path):
         lambda staging: tasks.run(pickle.loads(pickle.dumps(sink.in_tasks())), staging),
     )
     assert pickle.loads(pickle.dumps(sink)).done("c")
+
+
+@pytest.mark.parametrize("problem", [None, "tags", "point"])
+def test_nulls_in_nested_columns_are_refused_if_the_table_requires_values(tmp_path, problem):
+    """A list or struct that may contain nulls is refused if the table requires values in it. Others are accepted."""
+    from pyiceberg.catalog import load_catalog
+    from pyiceberg.schema import Schema
+    from pyiceberg.types import ListType, LongType, NestedField, StringType, StructType
+
+    trial = iceberg(tmp_path)
+    properties = trial.make_sink()._properties
+    point = StructType(NestedField(5, "x", LongType(), required=True))
+    table_schema = Schema(
+        NestedField(1, "tags", ListType(2, StringType(), element_required=problem == "tags")),
+        NestedField(3, "free", ListType(4, StringType(), element_required=False)),
+        NestedField(6, "point", point),
+    )
+    with contextlib.closing(load_catalog("default", **properties)) as catalog:
+        catalog.create_table("db.nested", table_schema)
+    sink = IcebergSink("db.nested", properties=properties)
+    schema = pa.schema(
+        [
+            ("tags", pa.list_(pa.field("element", pa.string(), nullable=problem == "tags"))),
+            ("free", pa.list_(pa.field("element", pa.string(), nullable=False))),
+            ("point", pa.struct([pa.field("x", pa.int64(), nullable=problem == "point")])),
+        ]
+    )
+    batch = pa.RecordBatch.from_pylist([{"tags": ["a"], "free": ["b"], "point": {"x": 1}}], schema)
+
+    def run(staging):
+        assert problem is None, "a task ran"
+        return [sink.stage(staging, 0, 1, iter([batch]))]
+
+    with (
+        contextlib.nullcontext()
+        if problem is None
+        else pytest.raises(CommitFailed, match=f"fit .*: {problem} may be null, but the table requires a value")
+    ):
+        commit(sink, trial.commit_log, "c", schema, run)
+    with contextlib.closing(load_catalog("default", **properties)) as catalog:
+        rows = catalog.load_table("db.nested").scan().to_arrow().to_pylist()
+    assert rows == ([{"tags": ["a"], "free": ["b"], "point": {"x": 1}}] if problem is None else [])

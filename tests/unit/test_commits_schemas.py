@@ -9,12 +9,13 @@ import sqlite3
 import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.fs
+import pyarrow.parquet
 import pytest
 
 from stagecrew.errors import CommitConflict, CommitFailed, CommitPending
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import commit
-from stagecrew.operators.sinks import DatabaseSink
+from stagecrew.operators.sinks import DatabaseSink, ObjectSink, ParquetSink, read_committed
 from support.commit_schedules import first_commits_of_two_schemas, mismatched_schemas
 from support.commit_trials import SCHEMA, Driver, Tasks
 from support.local_sinks import appended, iceberg, objects, sqlite
@@ -157,3 +158,49 @@ def test_a_trigger_that_skips_rows_is_a_refusal(tmp_path):
         database.execute("DROP TRIGGER skip")
     trial.drive(Driver(), tasks)
     assert sorted(trial.visible()) == tasks.expected
+
+
+def nested(nullable):
+    """A schema with a list, a map, a list of maps, and a struct, whose nested fields are nullable or not."""
+    value = pa.field("value", pa.int64(), nullable)
+    counts = pa.map_(pa.string(), value)
+    return pa.schema(
+        [
+            pa.field("id", pa.int64(), nullable),
+            pa.field("tags", pa.list_(pa.field("element", pa.string(), nullable)), nullable),
+            pa.field("counts", counts, nullable),
+            pa.field("history", pa.list_(pa.field("element", counts, nullable)), nullable),
+            pa.field("point", pa.struct([pa.field("x", pa.int64(), nullable)]), nullable),
+        ]
+    )
+
+
+ROW = {"id": 1, "tags": ["a"], "counts": [("a", 1)], "history": [[("b", 2)]], "point": {"x": 3}}
+NULLS = {"id": None, "tags": [None], "counts": [("a", None)], "history": [[("b", None)]], "point": {"x": None}}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("sink_type", [ParquetSink, ObjectSink])
+def test_nested_columns_can_be_appended_whatever_their_nullability_is(tmp_path, sink_type, first):
+    """Datasets with maps, lists and structs can be appended to one table. Spark derives their nullability from its plan,
+    so it may differ. A reader gets all rows, also with nulls."""
+    options = {"mode": "append"} if sink_type is ParquetSink else {}
+    sink, written = sink_type(str(tmp_path / "table"), **options), []
+    for number, nullable in enumerate((first, not first, first)):
+        schema, rows = nested(nullable), [NULLS, ROW] if nullable else [ROW]
+        batch = pa.RecordBatch.from_pylist(rows, schema)
+        commit(
+            sink,
+            MemoryCommitLog(),
+            f"c{number}",
+            schema,
+            lambda staging, batch=batch: [sink.stage(staging, 0, 1, iter([batch]))],
+        )
+        written += rows
+    if sink_type is ParquetSink:
+        found = pyarrow.dataset.dataset(tmp_path / "table", partitioning="hive", format="parquet")
+    else:
+        found = read_committed(str(tmp_path / "table"))
+    rows = [{name: row[name] for name in ROW} for row in found.to_table().to_pylist()]
+    assert sorted(map(str, rows)) == sorted(map(str, written))
+    pyarrow.parquet.write_table(found.to_table(), tmp_path / "copy.parquet")

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import Row
-from pyspark.sql.types import ArrayType, IntegerType, StringType, StructType, TimestampType
+from pyspark.sql.types import ArrayType, IntegerType, LongType, StringType, StructType, TimestampType
 
 from stagecrew.errors import OperatorFailed, OperatorMisused
 from stagecrew.operators.enumerators import DataSourcePartitions, Files, ParquetRowGroups
@@ -227,3 +227,27 @@ def test_rows_of_a_data_source_have_its_schema():
         (3, at, ["y"]),
         (4, at, []),
     ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([Row(b=1, a=2)], [{"a": 2, "b": 1}]),
+        ([Row(b=1, c=2)], "a row with the fields b, c, but the schema has a, b"),
+        (
+            [pa.RecordBatch.from_pydict({"b": [1], "a": [2]})],
+            "a batch with the columns b int64, a int64, but the schema",
+        ),
+    ],
+)
+def test_columns_of_a_data_source_are_identified_by_their_names(rows, expected):
+    """Fields of a named row are identified by name. Rows and batches with other columns are refused, as in Spark."""
+    schema = StructType().add("a", LongType()).add("b", LongType())
+    reader = SimpleNamespace(partitions=lambda: [None], read=lambda partition: iter(rows))
+    enumerator = DataSourcePartitions(SimpleNamespace(reader=lambda schema: reader), schema)
+    (split,) = enumerator.splits()
+    if isinstance(expected, str):
+        with pytest.raises(OperatorFailed, match=expected):
+            list(enumerator.read(split))
+    else:
+        assert [row for batch in enumerator.read(split) for row in batch.to_pylist()] == expected

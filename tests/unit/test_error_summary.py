@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stagecrew.observability.error_summary import error_line, shorten_error
-from stagecrew.observability.event_log import _counts
+from stagecrew.observability.event_log import _listener_cells
 
 #: Error texts from CPython 3.11 and 3.13 with their summary lines. The shim's own tests read this file too.
 FILE = Path(__file__).parents[1] / "error-lines.json"
@@ -179,7 +179,7 @@ def test_a_report_has_the_summary_of_a_listeners_error():
     """The row of a listener in `stagecrew report` ends with the summary line of its last error, for each scope."""
     numbers = dict.fromkeys(("opens", "closes", "failures", "lost", "openMicros", "closeMicros"), 0)
     for scope in ("worker", "executor", "jvm"):
-        assert _counts({"scope": scope, "lastError": text_of(noted), **numbers})[-1] == "ValueError: no"
+        assert _listener_cells({"scope": scope, "lastError": text_of(noted), **numbers})[-1] == "ValueError: no"
 
 
 @pytest.mark.parametrize("one", json.loads(FILE.read_text()), ids=lambda one: one["name"])

@@ -14,6 +14,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from stagecrew.errors import RecordUnreadable
+from stagecrew.operators.schemas import type_text
 
 __all__ = [
     "FORMAT",
@@ -162,18 +163,7 @@ def columns_of(schema: pa.Schema) -> list[str]:
     The order is ignored, because sinks accept columns in any order. Nullability and metadata are also ignored, even in
     nested types, because Spark derives them from its plan. So they may change although the data is the same.
     """
-    return sorted(f"{field.name}: {_type_of(field.type)}" for field in schema)
-
-
-def _type_of(type_: pa.DataType) -> str:
-    kinds = pa.types
-    if kinds.is_struct(type_):
-        return f"struct<{', '.join(f'{field.name}: {_type_of(field.type)}' for field in type_)}>"
-    if kinds.is_map(type_):
-        return f"map<{_type_of(type_.key_type)}, {_type_of(type_.item_type)}>"
-    if kinds.is_list(type_) or kinds.is_large_list(type_):
-        return f"list<{_type_of(type_.value_type)}>"
-    return str(type_).removeprefix("large_")
+    return sorted(f"{field.name}: {type_text(field.type)}" for field in schema)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import pyarrow as pa
+
+from stagecrew.errors import OperatorFailed
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSource, InputPartition
@@ -79,13 +81,44 @@ class DataSourcePartitions:
 
         Yields:
             The rows of the partition.
+
+        Raises:
+            OperatorFailed: If a named row or a batch has other columns than the schema.
         """
         from pyspark.sql.conversion import LocalDataToArrowConversion
+        from pyspark.sql.pandas.types import to_arrow_schema
 
+        arrow_schema = to_arrow_schema(self.schema, timezone="UTC")
         rows = iter(self._reader.read(split[1]))  # type: ignore[arg-type]
         while some := list(itertools.islice(rows, _ROWS)):
             for are_batches, part in itertools.groupby(some, lambda row: isinstance(row, pa.RecordBatch)):
                 if are_batches:
-                    yield from part
+                    for batch in part:  # Spark would identify the columns by their positions
+                        if not arrow_schema.equals(batch.schema):
+                            raise OperatorFailed(
+                                f"the reader yielded a batch with the columns {_columns(batch.schema)}, but the "
+                                f"schema is {_columns(arrow_schema)}: yield batches of this schema"
+                            )
+                        yield batch
                 else:  # as Spark converts them: a time without a zone is in this host's zone
-                    yield from LocalDataToArrowConversion.convert(list(part), self.schema, False).to_batches()
+                    yield from LocalDataToArrowConversion.convert(
+                        list(map(self._in_order, part)), self.schema, False
+                    ).to_batches()
+
+    def _in_order(self, row: Any) -> Any:
+        """Returns the values of a named row in the order of the schema. Other rows have this order."""
+        from pyspark.sql import Row
+
+        if not isinstance(row, Row) or not hasattr(row, "__fields__"):
+            return row
+        names = self.schema.fieldNames()
+        if set(row.__fields__) != set(names):
+            raise OperatorFailed(
+                f"the reader yielded a row with the fields {', '.join(row.__fields__)}, but the schema has "
+                f"{', '.join(names)}: yield rows of this schema"
+            )
+        return tuple(row[name] for name in names)
+
+
+def _columns(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name} {field.type}{'' if field.nullable else ' not null'}" for field in schema)

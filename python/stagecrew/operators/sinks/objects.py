@@ -13,6 +13,7 @@ import pyarrow.fs
 from stagecrew.errors import CommitFailed
 from stagecrew.files import file_system, list_files, make_folder, place, quoted, read_whole, write_whole
 from stagecrew.operators.commit_records import file_of
+from stagecrew.operators.schemas import nullable_schema
 from stagecrew.operators.sinks.staged import (
     fields_of,
     keep_only,
@@ -86,7 +87,9 @@ class ObjectSink:
     ) -> Message | None:
         """See `Committer.stage`."""
         folder = self._folder(staging)
-        return write_part(self._filesystem, folder, partition, attempt, batches, staging.schema, self._options)
+        return write_part(
+            self._filesystem, folder, partition, attempt, batches, nullable_schema(staging.schema), self._options
+        )
 
     def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
         """See `Committer.commit`. Every driver that finishes this commit writes the same manifest."""
@@ -95,7 +98,9 @@ class ObjectSink:
         folder = self._folder(staging)
         base = folder.removeprefix(f"{self._path}/")
         files = [f"{base}/{file_of(staging.commit_id, message)}" for message in messages]
-        manifest = text_of_mark(staging, schema=schema_text(staging.schema), files=files, mark=staging.mark)
+        manifest = text_of_mark(
+            staging, schema=schema_text(nullable_schema(staging.schema)), files=files, mark=staging.mark
+        )
         write_whole(self._filesystem, self._manifest(staging.commit_id), manifest, drafts=folder)
 
     def done(self, commit_id: str) -> bool:

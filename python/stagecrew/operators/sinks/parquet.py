@@ -29,6 +29,7 @@ from stagecrew.files import (
 )
 from stagecrew.mounts import mounted
 from stagecrew.operators.commit_records import file_of
+from stagecrew.operators.schemas import nullable_schema
 from stagecrew.operators.sinks.staged import (
     fields_of,
     keep_only,
@@ -135,7 +136,9 @@ class ParquetSink:
     ) -> Message | None:
         """See `Committer.stage`."""
         folder = self._staged(staging)
-        return write_part(self._filesystem, folder, partition, attempt, batches, staging.schema, self._options)
+        return write_part(
+            self._filesystem, folder, partition, attempt, batches, nullable_schema(staging.schema), self._options
+        )
 
     def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
         """See `Committer.commit`."""
@@ -151,7 +154,7 @@ class ParquetSink:
         for name in names:
             self._move_in(f"{staged}/{name}", f"{folder}/{name}", staging)
         if not names:
-            write_empty(self._filesystem, f"{folder}/{_EMPTY}", staging.schema)
+            write_empty(self._filesystem, f"{folder}/{_EMPTY}", nullable_schema(staging.schema))
         write_whole(self._filesystem, f"{folder}/{_MARK}", text_of_mark(staging, mark=staging.mark))
         self._make_visible(folder, {_MARK, *(names or [_EMPTY])}, staging)
 

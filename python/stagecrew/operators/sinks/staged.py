@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from stagecrew.errors import CommitFailed
 from stagecrew.files import exists, is_local, list_files, make_folder, read_whole, remove_file, remove_folder, sync
+from stagecrew.operators.schemas import may_lack_value, type_text
 
 if TYPE_CHECKING:
     from stagecrew.operators.committer import Message, Staging
@@ -151,7 +152,7 @@ def write_part(
     schema: pa.Schema,
     options: dict[str, Any],
 ) -> Message | None:
-    """Writes a task's rows as one Parquet file. Returns None if there are no rows.
+    """Writes a task's rows as one Parquet file with this schema. Returns None if there are no rows.
 
     On a local disk the file is durable. After an error, the file is deleted, even if the run had ended and this
     write has created the deleted folder again.
@@ -209,10 +210,10 @@ def write_empty(filesystem: pyarrow.fs.FileSystem, path: str, schema: pa.Schema)
 def differing(schema: pa.Schema, table: pa.Schema, what: str, required: bool = False) -> CommitFailed | None:
     """Returns an error that describes why a schema does not fit that of `what`, or None if it fits.
 
-    The order of columns does not matter. If `required`, a column that the table requires must not be nullable in the
-    schema.
+    The order of columns does not matter. If `required`, a column or nested field that the table requires must not be
+    nullable in the schema.
     """
-    ours, theirs = ({field.name: _plain(field.type) for field in one} for one in (schema, table))
+    ours, theirs = ({field.name: type_text(field.type) for field in one} for one in (schema, table))
     problems: Sequence[str] = [
         *(f"{name} does not exist there" for name in ours if name not in theirs),
         *(f"{name} is missing" for name in theirs if name not in ours),
@@ -224,14 +225,9 @@ def differing(schema: pa.Schema, table: pa.Schema, what: str, required: bool = F
         *(
             f"{name} may be null, but the table requires a value (coalesce makes a column that is never null)"
             for name in ours
-            if required and name in theirs and schema.field(name).nullable and not table.field(name).nullable
+            if required and ours[name] == theirs.get(name) and may_lack_value(schema.field(name), table.field(name))
         ),
     ]
     if not problems:
         return None
     return CommitFailed(f"the dataset does not fit {what}: {'; '.join(problems)}. Select and cast its columns first")
-
-
-def _plain(type_: pa.DataType) -> str:
-    """Returns a type as a text, without differences that concern only Arrow's memory layout."""
-    return str(type_).replace("large_", "")
