@@ -24,6 +24,7 @@ from stagecrew._version import __version__
 from stagecrew.errors import ConfigurationError, StagecrewError
 from stagecrew.jar import SPARK_LINE, jar_path
 from stagecrew.observability.console import redirect_stderr, spark_error_line
+from stagecrew.observability.error_summary import error_text
 
 __all__ = ["Check", "examine", "java", "require_java", "show"]
 
@@ -77,9 +78,7 @@ def _run_check(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:
-        return Check(
-            name, "failed", f"the check failed: {type(error).__name__}: {error}", "please report this as a bug"
-        )
+        return Check(name, "failed", f"the check failed: {error_text(error)}", "please report this as a bug")
 
 
 def show(console: Console, checks: list[Check]) -> None:
@@ -151,9 +150,7 @@ def pyspark_version() -> Check:
 
 
 def _broken(name: str, error: Exception, install: str) -> Check:
-    return Check(
-        name, "failed", f"it cannot be imported: {type(error).__name__}: {error}", f"{install} --force-reinstall"
-    )
+    return Check(name, "failed", f"it cannot be imported: {error_text(error)}", f"{install} --force-reinstall")
 
 
 def jar() -> Check:

@@ -107,7 +107,7 @@ def agent(monkeypatch):
     def log(line: str) -> None:
         os.write(writing, line.encode() + b"\n")
 
-    for listener in (Server, Stubborn, SlowToClose, Forks, FailsToOpen):
+    for listener in (Server, Stubborn, SlowToClose, Forks, FailsToOpen, Exits, Large):
         setattr(module, listener.__name__.lower(), listener(log))
     monkeypatch.setitem(sys.modules, "agent_test_listeners", module)
     pid = os.fork()
@@ -145,6 +145,15 @@ def agent(monkeypatch):
             frames.extend(decoder.feed(data))
         return frames
 
+    def read_opened(topology: str) -> Any:
+        """Reads frames until the OPENED of this topology. Returns its body."""
+        decoder = Decoder(1 << 23)
+        theirs.settimeout(20)
+        while True:
+            for frame in decoder.feed(theirs.recv(1 << 16)):
+                if frame.kind == "OPENED" and frame["topology"] == topology:
+                    return json.loads(frame["body"])
+
     def exit_code() -> int:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
@@ -153,6 +162,7 @@ def agent(monkeypatch):
         send=theirs.sendall,
         wait_for_line=wait_for_line,
         read_frames=read_frames,
+        read_opened=read_opened,
         exit_code=exit_code,
         disconnect=theirs.close,
         lines=lines,
@@ -189,6 +199,20 @@ class FailsToOpen(Server):
         return {}["dsn"]
 
 
+class Exits(Server):
+    """A listener whose `open` calls `sys.exit`."""
+
+    def open(self, context):
+        sys.exit(3)
+
+
+class Large(Server):
+    """A listener whose pickled value is larger than a frame may be."""
+
+    def __reduce__(self):
+        return bytes, (b"x" * (2 << 20),)
+
+
 @pytest.mark.parametrize(
     ("name", "first", "frames"),
     [
@@ -211,6 +235,25 @@ def test_the_error_of_an_open_starts_with_its_message(agent, name, first, frames
     assert text.splitlines()[0].startswith(first)
     assert error_line(text).startswith(first)
     assert re.findall(r'File ".*", line \d+, in (\w+)', text) == frames
+
+
+def test_a_listener_that_exits_fails_alone(agent):
+    """If `open` calls `sys.exit`, only this open fails. The agent and its other listeners continue."""
+    agent.send(open_request("t1", "server"))
+    assert agent.read_opened("t1")["error"] is None
+    agent.send(open_request("t2", "exits"))
+    assert "SystemExit: 3" in agent.read_opened("t2")["error"]
+    agent.send(encode("CLOSE", topology="t1"))
+    agent.wait_for_line("closed t1")
+
+
+def test_a_value_that_is_too_large_for_the_channel_is_not_sent(agent):
+    """A value that is larger than a frame may be is not sent. Workers get an error with the reason and the remedy."""
+    agent.send(open_request("t1", "large"))
+    (listener,) = agent.read_opened("t1")["listeners"]
+    assert listener["value"] is None
+    assert "takes 2097" in listener["problem"]
+    assert "more than spark.stagecrew.channel.maxFrame" in listener["problem"]
 
 
 def test_sigterm_while_idle_closes_the_listeners_and_ends_the_agent(agent):

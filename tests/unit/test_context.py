@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
@@ -151,6 +152,71 @@ def test_an_exception_in_any_callback_fails_the_topology(callback):
         harness.operators.raise_failure()
     assert caught.value.__cause__ is harness.failure
     harness.close()
+
+
+class UnprintableError(Exception):
+    """An exception whose text cannot be made."""
+
+    def __str__(self):
+        raise TypeError("no text")
+
+
+def test_an_exception_without_a_text_fails_the_topology():
+    """An exception fails the topology, even if its `__str__` raises."""
+
+    class Raising(stagecrew.Coordinator):
+        def handle_event(self, evaluation, event):
+            raise UnprintableError
+
+    harness = CoordinatorHarness(Raising)
+    harness.evaluation().send("event")
+    assert isinstance(harness.failure, UnprintableError)
+    with pytest.raises(stagecrew.errors.CoordinatorFailed, match="UnprintableError: <its text cannot be shown>"):
+        harness.operators.raise_failure()
+    harness.close()
+
+
+def test_a_long_exception_is_shortened_for_tasks():
+    """Tasks get a short text of the exception that failed their topology, however long its own text is."""
+
+    class Raising(stagecrew.Coordinator):
+        def handle_event(self, evaluation, event):
+            raise ValueError("x" * 10_000_000)
+
+    harness = CoordinatorHarness(Raising)
+    evaluation = harness.evaluation()
+    evaluation.send("event")
+    assert "ValueError: xxx" in evaluation.abort_reason
+    assert len(evaluation.abort_reason) < 2000
+    harness.close()
+
+
+def test_a_request_whose_exception_has_no_text_fails_alone():
+    """A request fails if the coordinator raises an exception whose `__str__` raises. The topology does not fail."""
+
+    class Raising(stagecrew.Coordinator):
+        def handle_request(self, evaluation, request):
+            raise UnprintableError
+
+    with CoordinatorHarness(Raising) as harness:
+        with pytest.raises(stagecrew.errors.RequestFailed, match="UnprintableError"):
+            harness.evaluation().request(1)
+        assert harness.failure is None
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3)])
+def test_every_exception_of_an_async_call_reaches_its_handler(error):
+    """The handler of `call_async` gets every exception, also one that is no `Exception`. A periodic call continues."""
+    found = []
+
+    def fail():
+        raise error
+
+    with CoordinatorHarness(stagecrew.Coordinator) as harness:
+        harness.coordinator.context.call_async(fail, lambda *outcome: found.append(outcome), period=1.0)
+        harness.advance(2.5)
+        assert found == [(None, error)] * 3
+        assert harness.failure is None
 
 
 def test_an_exception_in_close_is_only_logged(caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 import types
@@ -615,6 +616,22 @@ def test_exceptions_are_sent_with_their_traceback():
     error, text = transferred(LocalError(1, 2))
     assert error is None
     assert "LocalError" in text
+
+
+def test_an_exception_of_a_class_that_only_the_driver_has_is_sent_as_text(monkeypatch):
+    """If the task cannot import the exception's class, it gets the traceback as text."""
+    module = types.ModuleType("driver_only")
+    exec("class OperationalError(Exception): pass", module.__dict__)
+    module.OperationalError.__module__ = "driver_only"
+    monkeypatch.setitem(sys.modules, "driver_only", module)
+    from stagecrew.wire.serialization import failure
+
+    reply = failure(module.OperationalError("the database is down"), LIMIT)
+    assert isinstance(raised(reply)[0], module.OperationalError)
+    monkeypatch.delitem(sys.modules, "driver_only")
+    error, text = raised(reply)
+    assert error is None
+    assert "OperationalError: the database is down" in text
 
 
 def test_large_outboxes_are_split_into_frames():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import threading
@@ -15,7 +16,9 @@ from stagecrew.errors import EvaluationEnded
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import encode
 from stagecrew.worker import connection as connection_module
+from stagecrew.worker import evaluations
 from stagecrew.worker.connection import Connection
+from stagecrew.worker.task_gateway import Bound
 from support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,6 +35,30 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield SimpleNamespace(connection=connection, executor=theirs, frames=frames)
     ours.close()
     theirs.close()
+
+
+class Abandonable:
+    """A fake gateway that records how its evaluation ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    def _finish(self, outcome: str, reason: str) -> None:
+        self.ends.append(outcome)
+
+
+@pytest.mark.parametrize("read", [0, 1, 2, 3])
+def test_an_iterator_that_is_dropped_ends_its_evaluation(monkeypatch: pytest.MonkeyPatch, read: int) -> None:
+    """If Spark reads only some of the rows of an evaluation, or none, the evaluation is abandoned."""
+    gateway = Abandonable()
+    monkeypatch.setattr(evaluations, "connected", lambda address_file: None)
+    monkeypatch.setattr(evaluations, "TaskGateway", lambda *_: gateway)
+    context = SimpleNamespace(getLocalProperty=lambda _: "file")
+    monkeypatch.setattr("pyspark.TaskContext.get", lambda: context)
+    rows = evaluations.evaluate(Bound("b", "o", "t", None, 1 << 20, 30.0), lambda gateway: iter([1, 2]))
+    assert list(itertools.islice(rows, read)) == [1, 2][:read]
+    del rows
+    assert gateway.ends == (["finished"] if read == 3 else ["abandoned"])
 
 
 def test_nothing_is_sent_after_a_write_that_broke(made: Any) -> None:

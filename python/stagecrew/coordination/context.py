@@ -173,7 +173,7 @@ class CoordinatorContext:
             result, error = None, None
             try:
                 result = f()
-            except Exception as raised:
+            except BaseException as raised:  # such as CancelledError, which is no Exception
                 error = raised
             if self._state == "initialised":
                 self.run_in_coordinator_thread(handler, result, error)

@@ -15,9 +15,11 @@ from stagecrew.coordination.binding_table import COMMIT, BindingTable, QueryChec
 from stagecrew.coordination.checkpoints import NOTHING, Checkpoint
 from stagecrew.coordination.contract import NO_CHECKPOINT, Coordinator
 from stagecrew.coordination.program_path import Place, Uses, unused
+from stagecrew.coordination.statistics import cut_to
 from stagecrew.coordination.threads import Threads
 from stagecrew.coordination.topology_checkpoints import TopologyCheckpoints
 from stagecrew.errors import CoordinatorFailed, TopologyError
+from stagecrew.observability.error_summary import error_text
 
 if TYPE_CHECKING:
     from stagecrew.coordination.context import CoordinatorContext
@@ -29,6 +31,9 @@ _log = logging.getLogger("stagecrew")
 
 #: How many uses that ended before their topology keep their progress.
 _MAX_ENDED: Final = 100
+
+#: The maximum length of an error's text for a task. The log and the cause contain the whole text.
+_MAX_TEXT: Final = 1000
 
 Factory = Callable[["CoordinatorContext"], Coordinator]
 
@@ -333,4 +338,4 @@ class Operators:
 
 
 def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return cut_to(_MAX_TEXT, error_text(error))

@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from stagecrew.coordination.latency import LatencyHistogram
+from stagecrew.observability.error_summary import error_text
 
 if TYPE_CHECKING:
     from stagecrew.coordination.gateway import Gateway
@@ -86,7 +87,7 @@ class Statistics:
 
     def raised(self, error: BaseException, fails: bool) -> None:
         """Records an error that the coordinator raised, and whether it fails the topology."""
-        self.error = cut_to(_TEXT, f"{type(error).__name__}: {error}")
+        self.error = cut_to(_TEXT, error_text(error))
         self.is_failed = self.is_failed or fails
 
     @property

@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from stagecrew.errors import CheckpointFailed, CheckpointTimeout
+from stagecrew.observability.error_summary import error_text
 
 if TYPE_CHECKING:
     from stagecrew.coordination.binding import Binding
@@ -71,7 +72,7 @@ class TopologyCheckpoints:
                 if state.done() and (error := state.exception()) is not None:
                     raise CheckpointFailed(
                         f"checkpoint {id_} of topology {self._owner.name!r} failed: the coordinator of operator "
-                        f"{binding.operator!r} provided no state: {type(error).__name__}: {error}"
+                        f"{binding.operator!r} provided no state: {error_text(error)}"
                     ) from error
             if late:
                 names = ", ".join(repr(binding.operator) for binding, state in futures.items() if state in late)

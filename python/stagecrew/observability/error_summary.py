@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Final
 
 __all__ = [
-    "error_line", "format_message_first", "remove_own_frames", "shorten_error", "with_causes", "without_surrogates",
+    "error_line", "error_text", "format_message_first", "remove_own_frames", "shorten_error", "with_causes",
+    "without_surrogates",
 ]  # fmt: skip
 
 _OWN: Final = __file__.rpartition("/observability/")[0] + "/"
@@ -32,6 +33,15 @@ _MAX_FRAMES: Final = 200
 def without_surrogates(text: str) -> str:
     """Replaces lone surrogates, such as those in the name of an undecodable file: no frame can contain them."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def error_text(error: BaseException) -> str:
+    """Returns the class and the message of an error, even if its `__str__` raises."""
+    try:
+        message = str(error)
+    except Exception:
+        message = "<its text cannot be shown>"
+    return f"{type(error).__name__}: {message}"
 
 
 def error_line(text: str) -> str:

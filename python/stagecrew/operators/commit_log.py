@@ -21,6 +21,7 @@ import pyarrow.fs
 from stagecrew.bounded import Bounded
 from stagecrew.errors import CommitFailed, CommitSuperseded, CommitUnknown, OperatorMisused
 from stagecrew.files import make_folder, sync
+from stagecrew.observability.error_summary import error_text
 from stagecrew.operators.commit_records import Record
 
 __all__ = ["CommitLog", "FileCommitLog", "MemoryCommitLog", "commit_log_of"]
@@ -176,7 +177,7 @@ class FileCommitLog:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CommitUnknown(
-                f"the record of commit {key!r} cannot be read from {path}: {type(error).__name__}: {error}. Restore "
+                f"the record of commit {key!r} cannot be read from {path}: {error_text(error)}. Restore "
                 "the file, or use another commit id"
             ) from error
         if stored_key != key:

@@ -21,6 +21,7 @@ from stagecrew.errors import (
     CommitUnknown,
     RecordUnreadable,
 )
+from stagecrew.observability.error_summary import error_text
 from stagecrew.operators.commit_log import CommitLog
 from stagecrew.operators.commit_records import Record, States, checked, mark_of, schema_of
 from stagecrew.operators.committer import CommitReport, Committer, Message, Staging
@@ -181,10 +182,10 @@ class RollForward:
             discard(self._sink, self._staging, self._record["messages"], self._sleep)
             raise CommitSuperseded(
                 f"another driver has ended commit {self._commit_id!r}, and this one changed nothing: "
-                f"{type(error).__name__}: {error}"
+                f"{error_text(error)}"
             ) from error
         raise CommitPending(
-            f"commit {self._commit_id!r} is decided, but could not be applied: {type(error).__name__}: {error}. The "
+            f"commit {self._commit_id!r} is decided, but could not be applied: {error_text(error)}. The "
             f"staged data stays. {_COMMIT_AGAIN}"
         ) from error
 

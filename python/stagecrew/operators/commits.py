@@ -13,6 +13,7 @@ from typing import Final
 import pyarrow as pa
 
 from stagecrew.errors import CommitFailed, CommitPending, OperatorMisused
+from stagecrew.observability.error_summary import error_text
 from stagecrew.operators.commit_log import CommitLog
 from stagecrew.operators.commit_records import FORMAT, Known, Record, States, encoded_schema, known_of, read_mark
 from stagecrew.operators.commit_rollforward import (
@@ -139,7 +140,7 @@ def abandon(
     except Exception as error:
         if not last:
             raise CommitPending(
-                f"the sink could not report whether commit {commit_id!r} is visible: {type(error).__name__}: {error}. "
+                f"the sink could not report whether commit {commit_id!r} is visible: {error_text(error)}. "
                 "This is retried"
             ) from error
         runs = ", ".join([*record["before"], record["run"]])

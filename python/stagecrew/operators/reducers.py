@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import pyarrow as pa
 
 from stagecrew.errors import OperatorFailed, OperatorMisused
+from stagecrew.observability.error_summary import error_text
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -105,7 +106,7 @@ def _pickled(reducer: Any) -> bytes:
         pickled: bytes = cloudpickle.dumps(reducer)  # type: ignore[no-untyped-call]
     except Exception as error:  # a user's __reduce__ may raise anything
         raise OperatorMisused(
-            f"the driver reduces, and {_described(reducer)} cannot be sent there ({type(error).__name__}: {error}): "
+            f"the driver reduces, and {_described(reducer)} cannot be sent there ({error_text(error)}): "
             "let it hold only what can be pickled"
         ) from error
     return pickled

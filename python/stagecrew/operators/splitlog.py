@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from pyspark import cloudpickle
 
 from stagecrew.errors import OperatorFailed
+from stagecrew.observability.error_summary import error_text
 
 if TYPE_CHECKING:
     from stagecrew.operators.watermarks import WatermarkGroup
@@ -165,9 +166,7 @@ class SplitLog:
                 if isinstance(error, OperatorFailed):
                     self._failure = error
                 else:
-                    self._failure = OperatorFailed(
-                        f"the enumerator of {self.name} raised {type(error).__name__}: {error}"
-                    )
+                    self._failure = OperatorFailed(f"the enumerator of {self.name} raised {error_text(error)}")
                     self._failure.__cause__ = error
                 raise self._failure from error
         return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.errors import OperatorFailed
+from stagecrew.observability.error_summary import error_text
 from stagecrew.operators.reducers import ReducerCall, reduced
 from stagecrew.operators.superstep_group import SuperstepGroup
 from stagecrew.operators.superstep_messages import IN_PIECES, PIECE, WHOLE, pickled, split_into_pieces
@@ -126,7 +127,7 @@ class SuperstepCoordinator(Coordinator):
             result = pickled((attempt.is_stopped, value))
         except Exception as error:
             failure = OperatorFailed(
-                f"operator {self.context.operator!r}: step {step} could not be reduced: {type(error).__name__}: {error}"
+                f"operator {self.context.operator!r}: step {step} could not be reduced: {error_text(error)}"
             )
             failure.__cause__ = error
             self._fail_topology(attempt, failure)

@@ -9,6 +9,7 @@ from stagecrew.coordination.checkpoints import NOTHING
 from stagecrew.coordination.operators import Factory, Operators
 from stagecrew.coordination.program_path import Place, Uses
 from stagecrew.errors import CoordinatorFailed
+from stagecrew.observability.error_summary import error_text
 
 if TYPE_CHECKING:
     from stagecrew.coordination.binding_table import QueryCheck
@@ -45,7 +46,7 @@ class Application:
                     restored = "" if restore is None else f", or restored from checkpoint {restore.id}"
                     raise CoordinatorFailed(
                         f"the coordinator of operator {name!r} cannot be created{restored}: "
-                        f"{type(error).__name__}: {error}. Spark was not started"
+                        f"{error_text(error)}. Spark was not started"
                     ) from error
         except BaseException:
             self.operators.close("the session did not start")

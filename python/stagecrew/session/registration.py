@@ -13,6 +13,7 @@ from pyspark import SparkContext, cloudpickle
 from stagecrew.errors import ConfigurationError, ListenerError
 from stagecrew.listeners.listener import Listener, listener_name, normalised
 from stagecrew.listeners.resource import Resource, ResourceFactory, registering
+from stagecrew.observability.error_summary import error_text
 from stagecrew.partitions.report import Release
 from stagecrew.wire.frames import encode
 
@@ -114,7 +115,7 @@ def _pickled(listener: Listener) -> bytes:
                     culprit = f": its {what} is a {type(value).__name__}, which cannot be pickled"
                     break
             raise ListenerError(
-                f"listener {listener_name(listener)!r} cannot be pickled{culprit} ({type(error).__name__}: {error}). "
+                f"listener {listener_name(listener)!r} cannot be pickled{culprit} ({error_text(error)}). "
                 f"Create such objects in open(), which runs on the executor"
             ) from error
 

@@ -39,6 +39,8 @@ class Channel:
     def __init__(self, connection: socket.socket, limit: int, timeout: float, peer: str = "the executor") -> None:
         connection.settimeout(timeout)
         self._socket = connection
+        #: The maximum size of a frame in bytes.
+        self.limit = limit
         self._decoder = Decoder(limit)
         self._timeout = timeout
         #: The name of the other end, for messages.

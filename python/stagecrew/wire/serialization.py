@@ -15,6 +15,7 @@ from typing import Any, Final
 from pyspark import cloudpickle
 
 from stagecrew.errors import EventRejected
+from stagecrew.observability.error_summary import error_text
 
 __all__ = ["END", "TOGETHER", "WINDOW", "WINDOW_BYTES", "Packed", "failure", "pack", "packed", "raised", "unpack"]
 
@@ -63,7 +64,7 @@ def pack(event: Any, limit: int) -> bytes:
         except Exception as error:
             raise EventRejected(
                 f"cannot pickle a {type(event).__name__} to send it between a task and its coordinator "
-                f"({type(error).__name__}: {error}); send plain data instead"
+                f"({error_text(error)}); send plain data instead"
             ) from error
     if len(packed) > limit:
         raise EventRejected(
@@ -86,14 +87,21 @@ def failure(error: BaseException, limit: int) -> bytes:
     if len(text) > _MAX_TEXT:
         text = f"{text[: _MAX_TEXT // 2]}\n[...]\n{text[-_MAX_TEXT // 2 :]}"
     with contextlib.suppress(Exception):  # if the exception cannot be pickled, only the text is sent
-        data = cloudpickle.dumps((error, text))  # type: ignore[no-untyped-call]
-        pickle.loads(data)  # some exceptions can be pickled but not unpickled
+        pickled = cloudpickle.dumps(error)  # type: ignore[no-untyped-call]
+        pickle.loads(pickled)  # some exceptions can be pickled but not unpickled
+        data = pickle.dumps((pickled, text), 5)
         if len(data) < limit:
-            return _PICKLED + bytes(data)
+            return _PICKLED + data
     return _PICKLED + pickle.dumps((None, text), 5)
 
 
 def raised(payload: bytes | memoryview) -> tuple[BaseException | None, str]:
-    """Deserializes the result of `failure`: the exception, or None if it was not sent, and the traceback."""
-    error, text = unpack(payload)
-    return error, text
+    """Deserializes the result of `failure`: the exception and the traceback.
+
+    The exception is None if it was not sent, or if this process cannot import its class.
+    """
+    pickled, text = unpack(payload)
+    with contextlib.suppress(Exception):
+        if pickled is not None:
+            return pickle.loads(pickled), text
+    return None, text

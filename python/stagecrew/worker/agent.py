@@ -13,12 +13,12 @@ import signal
 import sys
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 from stagecrew.errors import ChannelError, ListenerError
 from stagecrew.listeners.listener import Listener
 from stagecrew.listeners.resource import opened_value, registering
-from stagecrew.observability.error_summary import format_message_first
+from stagecrew.observability.error_summary import error_text, format_message_first
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import Frame
 from stagecrew.worker import fork_safety
@@ -28,6 +28,9 @@ from stagecrew.worker.lifecycle import Lifecycle, TopologyDescription
 from stagecrew.worker.sampling import FIRST_SAMPLE, Sampler, configured
 
 __all__ = ["Agent", "main"]
+
+#: The room that a frame needs beside the description and the values of a topology, in bytes.
+_OVERHEAD: Final = 1 << 16
 
 
 class _AskedToEnd(BaseException):
@@ -119,13 +122,19 @@ class Agent:
             if any(registered.listener is not None for registered in topology.listeners):
                 self._lifecycle.add_topology(topology)
                 self._lifecycle.open(topology.id)
-                self._values(topology, body, blobs)
-        except Exception as error:
+                self._values(topology, body, blobs, self._channel.limit - _OVERHEAD - _size(frame))
+        except _AskedToEnd:
+            raise
+        except BaseException as error:  # a listener may call sys.exit
             body["error"] = format_message_first(error)
             self._lifecycle.close(frame["topology"])
         self._channel.send("OPENED", topology=frame["topology"], body=json.dumps(body), blobs=blobs)
 
-    def _values(self, topology: TopologyDescription, body: dict[str, Any], blobs: list[bytes]) -> None:
+    def _values(self, topology: TopologyDescription, body: dict[str, Any], blobs: list[bytes], room: int) -> None:
+        """Adds the pickled values of the open listeners, as far as there is room for them in a frame.
+
+        A worker gets the values in one frame together with the topology's description.
+        """
         for entry, registered in zip(body["listeners"], topology.listeners, strict=True):
             if registered.listener is None:
                 continue
@@ -133,10 +142,22 @@ class Agent:
                 entry["problem"] = "its open failed on this executor, and it is not required"
                 continue
             try:
-                blobs.append(_pickled(registered.listener))
+                blob = _pickled(registered.listener)
+                if len(blob) > room:
+                    raise ListenerError(
+                        f"its opened value takes {len(blob)} bytes when it is pickled, more than "
+                        "spark.stagecrew.channel.maxFrame leaves for it, so workers cannot have a copy; yield a port, "
+                        "a URL or a path from a @resource with scope='executor', or raise the setting"
+                    )
+                room -= len(blob)
+                blobs.append(blob)
                 entry["value"] = len(blobs) - 1
             except ListenerError as error:
                 entry["problem"] = str(error)
+
+
+def _size(frame: Frame) -> int:
+    return len(frame["body"]) + sum(map(len, frame["blobs"]))
 
 
 def _pickled(listener: Listener) -> bytes:
@@ -147,7 +168,7 @@ def _pickled(listener: Listener) -> bytes:
             return cloudpickle.dumps(opened_value(listener))  # type: ignore[no-any-return, no-untyped-call]
     except Exception as error:
         raise ListenerError(
-            f"its opened value cannot be pickled, so workers cannot have a copy ({type(error).__name__}: {error}); "
+            f"its opened value cannot be pickled, so workers cannot have a copy ({error_text(error)}); "
             f"yield a port, a URL or a path from a @resource with scope='executor'"
         ) from error
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 from stagecrew.errors import ListenerError
 from stagecrew.listeners.listener import Listener, listener_name
 from stagecrew.listeners.resource import ResourceFactory
+from stagecrew.observability.error_summary import error_text
 from stagecrew.wire.frames import Frame
 from stagecrew.worker.lifecycle import RegisteredListener, TopologyDescription
 
@@ -39,7 +40,7 @@ def import_listener(target: str, where: str = "on this executor") -> Listener:
             found = found()
     except Exception as error:
         raise ListenerError(
-            f"{target!r} in spark.stagecrew.listeners cannot be imported {where}: {type(error).__name__}: {error}. "
+            f"{target!r} in spark.stagecrew.listeners cannot be imported {where}: {error_text(error)}. "
             f"Ship the module to the executors, for example with --py-files."
         ) from error
     if not isinstance(found, Listener):
@@ -118,7 +119,7 @@ def _load(entry: dict[str, Any], blobs: list[bytes]) -> Listener:
         return pickle.loads(blobs[entry["blob"]])  # type: ignore[no-any-return]
     except Exception as error:
         raise ListenerError(
-            f"listener {entry['name']!r} cannot be unpickled on this executor: {type(error).__name__}: {error}. "
+            f"listener {entry['name']!r} cannot be unpickled on this executor: {error_text(error)}. "
             f"The modules that its class imports must exist there; ship them with --py-files."
         ) from error
 

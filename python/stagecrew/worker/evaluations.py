@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from stagecrew.errors import OperatorMisused
+from stagecrew.observability.error_summary import error_text
 from stagecrew.worker.connection import connected
 from stagecrew.worker.process import ADDRESS_FILE
 from stagecrew.worker.task_gateway import Bound, TaskGateway
@@ -44,22 +45,25 @@ def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
     try:
         result = work(gateway, *args)
     except BaseException as error:
-        gateway._finish("failed", f"{type(error).__name__}: {error}")
+        gateway._finish("failed", error_text(error))
         raise
     if hasattr(result, "__next__"):
-        return _iterate(gateway, result)
+        rows = _iterate(gateway, result)
+        next(rows)
+        return rows
     gateway._finish("finished", "")
     return result
 
 
 def _iterate(gateway: TaskGateway, rows: Iterator[Any]) -> Iterator[Any]:
     try:
+        yield None  # taken by `evaluate`: so the evaluation also ends if Spark drops the iterator before its first row
         yield from rows
     except GeneratorExit:
         gateway._finish("abandoned", "Spark needed no more of its rows")
         raise
     except BaseException as error:
-        gateway._finish("failed", f"{type(error).__name__}: {error}")
+        gateway._finish("failed", error_text(error))
         raise
     gateway._finish("finished", "")
 

@@ -28,6 +28,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from stagecrew.observability.error_summary import error_text
 from stagecrew.wire.channel_address import ChannelAddress
 from stagecrew.wire.frames import Decoder, Frame, encode
 from stagecrew.wire.handshake import Handshake
@@ -72,7 +73,7 @@ class Sampler:
             except Exception as error:
                 self._problem = (
                     f"its Python processes are not sampled, because psutil cannot be imported by {sys.executable} "
-                    f"({type(error).__name__}: {error}). Install psutil for the Python of the executors"
+                    f"({error_text(error)}). Install psutil for the Python of the executors"
                 )
         return self._problem
 

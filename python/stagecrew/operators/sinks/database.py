@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from stagecrew.errors import CommitConflict, CommitFailed, OperatorMisused
+from stagecrew.observability.error_summary import error_text
 from stagecrew.operators.sinks.dialect import ATTEMPT, Dialect, quoted_name
 from stagecrew.operators.sinks.postgres import Postgres
 from stagecrew.operators.sinks.sqlite import Sqlite
@@ -94,8 +95,7 @@ class DatabaseSink:
                     self._add(database, staging, [{"attempt": 0, "rows": 0}])
         except self._dialect.errors() as error:
             raise CommitFailed(
-                f"table {self._table} cannot be written: {type(error).__name__}: {error}. Check the table and its "
-                "permissions"
+                f"table {self._table} cannot be written: {error_text(error)}. Check the table and its permissions"
             ) from error
 
     def _require_columns(self, database: Any, staging: Staging) -> None:
@@ -129,9 +129,7 @@ class DatabaseSink:
                     rows += batch.num_rows
                     size += batch.nbytes
         except self._dialect.errors() as error:
-            raise CommitFailed(
-                f"rows for table {self._table} could not be staged: {type(error).__name__}: {error}"
-            ) from error
+            raise CommitFailed(f"rows for table {self._table} could not be staged: {error_text(error)}") from error
         return {"attempt": attempt, "rows": rows, "bytes": size}
 
     def _row_inserter(self, database: Any, stage: str, names: Sequence[str]) -> Callable[[list[tuple[Any, ...]]], None]:
@@ -147,7 +145,7 @@ class DatabaseSink:
             with self._transaction() as database:
                 if not self._refuse(database, staging):
                     return  # another driver has committed the same rows
-            reason = str(error) if isinstance(error, _RowsSkippedError) else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, _RowsSkippedError) else error_text(error)
             raise CommitConflict(
                 f"table {self._table} refuses the rows: {reason}. Fix the rows or the table, and commit again"
             ) from error
@@ -240,7 +238,7 @@ class DatabaseSink:
         except self._dialect.errors() as error:
             raise CommitFailed(
                 f"the database of table {self._table}{self._dialect.location_text} cannot be used: "
-                f"{type(error).__name__}: {error}. Check that it exists, and its permissions"
+                f"{error_text(error)}. Check that it exists, and its permissions"
             ) from error
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from stagecrew.errors import CommitConflict, CommitFailed
 from stagecrew.files import address, file_system, list_files, quoted
+from stagecrew.observability.error_summary import error_text
 from stagecrew.operators.commit_records import file_of
 from stagecrew.operators.sinks.staged import differing, keep_only, open_folder, write_part
 
@@ -199,7 +200,7 @@ class IcebergSink:
                 table = catalog.load_table(self._identifier)
             except Exception as error:
                 raise CommitFailed(
-                    f"table {self._identifier} cannot be loaded: {type(error).__name__}: {error}. Check the catalogue "
+                    f"table {self._identifier} cannot be loaded: {error_text(error)}. Check the catalogue "
                     f"{self._catalog!r}"
                 ) from error
             yield table

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from stagecrew.errors import CommitFailed, OperatorMisused
+from stagecrew.observability.error_summary import error_text
 from stagecrew.operators.sinks.dialect import ATTEMPT, BUSY, Transaction, quoted_name
 
 __all__ = ["Postgres"]
@@ -69,7 +70,7 @@ class Postgres:
             reason = self._without_password(error)
         if reason is not None:  # raised outside of the handler, so that the original error is not its context
             raise CommitFailed(
-                f"the server of table {self._table} cannot be reached: {type(reason).__name__}: {reason}. Check the "
+                f"the server of table {self._table} cannot be reached: {error_text(reason)}. Check the "
                 "server and the url"
             ) from reason
         with connection as database:

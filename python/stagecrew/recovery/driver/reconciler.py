@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
 from stagecrew.errors import LeadershipLost, RecordUnreadable, SessionLost, StagecrewError, StoreConflict
+from stagecrew.observability.error_summary import error_text
 from stagecrew.recovery.driver.process import TERMINATE_TIMEOUT
 from stagecrew.recovery.jobs.record import JobRecord, JobState, Run
 from stagecrew.recovery.jobs.spec import JobSpec
@@ -130,7 +131,7 @@ class JobReconciler:
             pass  # another process has written the job in the meantime; the next pass reads it again
         except Exception as error:
             self._schedule_retry(job)
-            text = f"{type(error).__name__}: {error}"
+            text = error_text(error)
             if self._logged_errors.get(job) != text:
                 self._logged_errors[job] = text
                 _log.warning(

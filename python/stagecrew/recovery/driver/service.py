@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from stagecrew.errors import LeadershipLost, SessionLost, StagecrewError
+from stagecrew.observability.error_summary import error_text
 from stagecrew.recovery.driver.process import TERMINATE_TIMEOUT
 from stagecrew.recovery.driver.reconciler import JobReconciler
 from stagecrew.recovery.jobs.fenced import FencedJobs
@@ -89,7 +90,7 @@ class _LeaderThread(threading.Thread):
                     _log.warning("this leader could not complete a pass over its jobs, and will retry: %s", error)
                 except Exception as error:
                     _log.exception("this leader cannot continue, and gives up its leadership")
-                    self._leadership.end(f"it cannot continue: {type(error).__name__}: {error}")
+                    self._leadership.end(f"it cannot continue: {error_text(error)}")
                     return
                 self._stopped.wait(_PASS_PERIOD)
         finally:

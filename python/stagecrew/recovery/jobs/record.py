@@ -9,6 +9,7 @@ import uuid
 from typing import Any, Final
 
 from stagecrew.errors import JobError, RecordUnreadable, StoreUnsupported
+from stagecrew.observability.error_summary import error_text
 
 __all__ = ["JobRecord", "JobState", "Run"]
 
@@ -198,7 +199,7 @@ class JobRecord:
                 outcome=None if outcome is None else JobState(outcome),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RecordUnreadable(f"its record cannot be read: {type(error).__name__}: {error}") from error
+            raise RecordUnreadable(f"its record cannot be read: {error_text(error)}") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import traceback
 from typing import Any, Final
 
 from stagecrew.errors import JobFailed, RecordUnreadable
+from stagecrew.observability.error_summary import error_text
 
 __all__ = ["Result"]
 
@@ -132,4 +133,4 @@ class Result:
             pickled = body.pop("pickled")
             return cls(**body, pickled=None if pickled is None else base64.b64decode(pickled))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RecordUnreadable(f"the result is damaged: {type(error).__name__}: {error}") from error
+            raise RecordUnreadable(f"the result is damaged: {error_text(error)}") from error

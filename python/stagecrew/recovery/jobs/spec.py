@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagecrew.errors import ConfigurationError, RecordUnreadable
+from stagecrew.observability.error_summary import error_text
 from stagecrew.recovery.jobs.modules import check_arguments, is_in_files, module_file, read_source
 
 __all__ = ["JobSpec"]
@@ -131,7 +132,7 @@ class JobSpec:
                 fingerprint=found.get("fingerprint", ""),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RecordUnreadable(f"the specification is damaged: {type(error).__name__}: {error}") from error
+            raise RecordUnreadable(f"the specification is damaged: {error_text(error)}") from error
 
     @classmethod
     def of_function(
@@ -185,7 +186,7 @@ class JobSpec:
             pickled = bytes(cloudpickle.dumps(given))  # type: ignore[no-untyped-call]
         except Exception as error:
             raise ConfigurationError(
-                f"the arguments of {target} cannot be pickled ({type(error).__name__}: {error}): pass simpler values"
+                f"the arguments of {target} cannot be pickled ({error_text(error)}): pass simpler values"
             ) from error
         from stagecrew.listeners.fingerprints import fingerprint
 

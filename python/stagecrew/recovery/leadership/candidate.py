@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from stagecrew.errors import ConfigurationError, LeadershipLost, SessionLost, StagecrewError, StoreError
+from stagecrew.observability.error_summary import error_text
 from stagecrew.recovery.leadership.election import (
     Election,
     ElectionEvent,
@@ -353,7 +354,7 @@ class Candidate:
             _log.exception("on_grant of term %d failed: this process gives up leadership", leadership.term)
             with self._changed:
                 self._hold_off = _HOLD_OFF
-            leadership.end(f"on_grant raised {type(error).__name__}: {error}")
+            leadership.end(f"on_grant raised {error_text(error)}")
         while leadership.valid:
             # The election thread can be waiting for the store, so this thread checks the deadline itself.
             with self._changed:

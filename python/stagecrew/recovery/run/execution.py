@@ -23,7 +23,7 @@ from stagecrew.errors import (
     StateStorageError,
     StoreError,
 )
-from stagecrew.observability.error_summary import with_causes
+from stagecrew.observability.error_summary import error_text, with_causes
 from stagecrew.recovery.jobs.commit_log import finish_commits
 from stagecrew.recovery.jobs.job import Job
 from stagecrew.recovery.jobs.record import JobState
@@ -143,7 +143,7 @@ def infrastructure_error(error: BaseException) -> str | None:
     """
     for cause in with_causes(error):
         if isinstance(cause, _INFRASTRUCTURE_ERRORS):
-            return f"{type(cause).__name__}: {cause}"
+            return error_text(cause)
         if (text := _error_in_jvm_message(cause)) is not None:
             return text
     return _jvm_failure()
@@ -168,5 +168,5 @@ def _jvm_failure() -> str | None:
     try:
         gateway.jvm.System.currentTimeMillis()
     except Exception as error:
-        return f"its JVM does not respond: {type(error).__name__}: {error}"
+        return f"its JVM does not respond: {error_text(error)}"
     return None

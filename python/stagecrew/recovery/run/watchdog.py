@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from stagecrew.errors import SessionLost, StoreUnavailable
+from stagecrew.observability.error_summary import error_text
 from stagecrew.recovery.leadership.fencing import HOLDER, TERM
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class RunWatchdog:
         try:
             return check()
         except Exception as error:  # a run that cannot be watched must not continue
-            return f"the watchdog failed: {type(error).__name__}: {error}"
+            return f"the watchdog failed: {error_text(error)}"
 
     def check_silence(self) -> str | None:
         """Returns why this process must end according to its own clock, or None if it need not."""
