@@ -342,6 +342,7 @@ class SimProcess(Actor):
     def __init__(self, world, run, term, finish):
         super().__init__(world)
         self.run, self.term, self.finishing = run, term, finish
+        self.pid = 1000 + len(world.processes)
         self.life = world.lives[run.job]
         self.code = None
 

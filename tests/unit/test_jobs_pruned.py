@@ -272,7 +272,7 @@ def test_a_leader_forgets_jobs_that_have_ended():
 
     driver.prepare = prepare_fails_twice
     new_jobs(world).submit(SPEC, "troubled")
-    names = ("_retries", "_ended_by_us", "_logged_errors", "_lingering_since", "_waiting", "_exited")
+    names = ("_retries", "_ended_by_us", "_logged_errors", "_lingering_since", "_waiting", "_exited", "_hung_since")
     for _ in range(3):
         driver.act()
         assert any("troubled" in getattr(driver.reconciler, name) for name in names)

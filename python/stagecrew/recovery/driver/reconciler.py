@@ -36,6 +36,8 @@ _PAUSES: Final = (1.0, 60.0)
 #: How long a process may stay alive after its job has ended, in seconds. If a job waits this long for the process of an
 #: earlier leader, the reconciler logs a warning.
 _LINGER: Final = 30.0
+#: How often to check whether a process is still running after its run has ended, in seconds.
+_HUNG_CHECK: Final = 10.0
 #: The maximum number of ended jobs whose age one pass checks.
 _PRUNED_PER_PASS: Final = 5
 #: The seconds from the end of one round of pruning to the start of the next.
@@ -106,6 +108,8 @@ class JobReconciler:
         self._logged_errors: dict[str, str] = {}
         #: For each job that has ended while its process is still alive: when this was first seen.
         self._lingering_since: dict[str, float] = {}
+        #: For each running job: since when its run has no process in the store, and when this was last checked.
+        self._hung_since: dict[str, tuple[float | None, float]] = {}
         #: For each job that waits for a process of another leader: since when, and whether that was logged.
         self._waiting: dict[str, tuple[float, bool]] = {}
 
@@ -184,11 +188,30 @@ class JobReconciler:
             self._retries.pop(job, None)
             if process is not None:
                 self._ended_by_us.add(job)
-        elif process is None:
+        elif process is not None:
+            self._kill_if_hung(job, process)
+        else:
             claim = self._jobs.claim_version(job)
             if self._check_process_gone(job):
                 return _Start(job, (1, record.submitted), functools.partial(self._run, job, record, version, claim))
         return None
+
+    def _kill_if_hung(self, job: str, process: RunProcess) -> None:
+        """Kills a process whose run has ended without a result, but which does not exit, because its JVM hangs."""
+        since, checked = self._hung_since.get(job, (None, -math.inf))
+        if self._clock() - checked < _HUNG_CHECK:
+            return
+        # The entry of the process exists from the claim of the run until the run ends.
+        has_claimed = self._jobs.claim_version(job) > process.run.claim
+        is_over = has_claimed and self._jobs.process(job) is None
+        since = None if not is_over else self._clock() if since is None else since
+        self._hung_since[job] = since, self._clock()
+        if since is not None and self._clock() - since > _LINGER:
+            _log.warning(
+                "run %d of job %r has ended without a result, but its process %d is still running; killing it",
+                process.run.number, job, process.pid,
+            )  # fmt: skip
+            process.kill()
 
     def _clean_up(self, job: str, record: JobRecord, process: RunProcess | None) -> None:
         if process is None:
@@ -201,13 +224,18 @@ class JobReconciler:
             process.kill()
 
     def _finish(self, job: str, record: JobRecord) -> None:
-        if self._has_room() and self._check_process_gone(job):
+        # One process may finish commits beyond the limit. Otherwise a job would not end while all others run on.
+        is_first = not any(process.finishing for process in self.processes.values())
+        if (self._has_room() or is_first) and self._check_process_gone(job):
             folder = self._launcher.prepare(self._spec_or_placeholder(job), job)
             with self._deleted_on_error(folder):
                 run = self._jobs.start_finishing(job, record.run)
                 self.processes[job] = self._launcher.start(folder, run, self._term, finish=True)
+                self._logged_errors.pop(job, None)
 
     def _run(self, job: str, record: JobRecord, version: int, claim: int) -> None:
+        if record.run < record.max_attempts and not self._has_room():
+            return
         if job in self._retries or record.run >= record.max_attempts:
             # If the stored steps or commits cannot be read, another run would be lost for this reason only. So this is
             # checked before a run is counted, or the job fails. The first run has nothing to read.
@@ -215,12 +243,13 @@ class JobReconciler:
         if record.run >= record.max_attempts:
             reason = f"all its {record.run} runs were lost before the job ended; see the output of the last run"
             self._jobs.start_ending(job, (record, version), JobState.FAILED, reason)
-        elif self._has_room():
+        else:
             folder = self._launcher.prepare(self._jobs.spec(job), job)
             with self._deleted_on_error(folder):
                 run = self._jobs.start_run(job, (record, version), claim)
                 try:
                     self.processes[job] = self._launcher.start(folder, run, self._term, finish=False)
+                    self._logged_errors.pop(job, None)
                 except BaseException:
                     with contextlib.suppress(StagecrewError):
                         self._jobs.undo_start(run, record)  # a process that cannot be started is not a lost run
@@ -272,6 +301,7 @@ class JobReconciler:
         if process is None or (code := process.exit_code()) is None:
             return process
         del self.processes[job]
+        self._hung_since.pop(job, None)
         process.kill()  # kills the rest of its group
         if job in self._ended_by_us:
             self._ended_by_us.discard(job)
@@ -296,7 +326,9 @@ class JobReconciler:
         return pause
 
     def _forget_all_but(self, names: Collection[str]) -> None:
-        by_job = (self._retries, self._logged_errors, self._lingering_since, self._waiting, self._exited)
+        by_job = (
+            self._retries, self._logged_errors, self._lingering_since, self._waiting, self._exited, self._hung_since,
+        )  # fmt: skip
         remembered = {*self._ended_by_us}.union(*by_job)
         for job in remembered.difference(names):
             for state in by_job:

@@ -20,7 +20,7 @@ from stagecrew.errors import (
     StoreConflict,
 )
 from stagecrew.operators.commit_log import ENDED_STATES
-from stagecrew.operators.commit_records import checked
+from stagecrew.operators.commit_records import States, checked
 from stagecrew.operators.commits import abandon, resume
 from stagecrew.recovery.retry import retry_rounds, retry_until
 from stagecrew.recovery.state.handles import HandleExists, HandleMissing
@@ -127,8 +127,14 @@ def _finish_all(handles: StateHandleStore, ending: bool, deadline: float, last: 
 
 def _finish(handles: StateHandleStore, name: str, ending: bool, deadline: float, last: bool) -> None:
     """Finishes one commit. In the last round, an undecided commit is aborted even if its sink does not respond."""
-    _, pickled = _decode(name, handles.get(name).data)
-    sink = pickle.loads(base64.b64decode(pickled))
+    record, pickled = _decode(name, handles.get(name).data)
+    try:
+        sink = pickle.loads(base64.b64decode(pickled))
+    except Exception:
+        if record["state"] in (States.OPEN, States.DECIDED):
+            raise
+        _log.warning("commit %r has ended, but its sink cannot be unpickled to delete staged rows", name, exc_info=True)
+        return
     commit_log = StoredCommitLog(handles, sink, deadline - time.monotonic())
     if not resume(sink, commit_log, name) and ending:
         abandon(sink, commit_log, name, last)

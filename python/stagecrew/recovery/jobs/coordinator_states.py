@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from stagecrew.coordination.checkpoints import Checkpoint
 from stagecrew.coordination.program_path import Place, current_place
 from stagecrew.errors import JobError
+from stagecrew.recovery.jobs.stored_step import read_checkpoint
 from stagecrew.session.application import APPLICATION
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class CoordinatorStates:
                 found[topology] = checkpoint.to_bytes()
         return found
 
-    def restore(self, key: str, place: Place, checkpoints: dict[str, bytes]) -> None:
+    def restore(self, key: str, place: Place, checkpoints: Mapping[str, bytes]) -> None:
         """Restores the states that the coordinators around a step had at the end of the step."""
         open_ = _by_key(_open_operators())
         for topology, data in checkpoints.items():
@@ -62,7 +63,7 @@ class CoordinatorStates:
                     "program has changed: submit it as another job"
                 )
             self._require_alone(place, open_[topology])
-            open_[topology].reset(Checkpoint.from_bytes(data))
+            open_[topology].reset(read_checkpoint(data))
 
     def _require_alone(self, place: Place, operators: Operators) -> None:
         """Raises `JobError` if another step or another thread is using this topology at the same time."""

@@ -10,6 +10,7 @@ from stagecrew.recovery.jobs.keys import ended_key, job_key, open_key, unique_va
 from stagecrew.recovery.jobs.record import JobRecord, JobState, Run
 from stagecrew.recovery.jobs.result import Result
 from stagecrew.recovery.jobs.store import Jobs
+from stagecrew.recovery.jobs.stored_step import StoredStep, read_checkpoint
 from stagecrew.recovery.retry import retry_until
 from stagecrew.recovery.state.handles import HandleMissing
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace, decode_segment
@@ -56,6 +57,9 @@ class FencedJobs(Jobs):
                     data = handles.get(name).data
                     if kind == "commits":
                         require_readable(name, data)
+                    else:
+                        for checkpoint in StoredStep.from_bytes(data).checkpoints.values():
+                            read_checkpoint(checkpoint)
                 except HandleMissing:
                     pass  # removed in the meantime
                 except (StateStorageError, StoreUnsupported, RecordUnreadable) as error:

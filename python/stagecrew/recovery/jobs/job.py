@@ -21,6 +21,7 @@ from stagecrew.recovery.jobs.coordinator_states import (
     possible_query_paths,
 )
 from stagecrew.recovery.jobs.progress import JobProgress
+from stagecrew.recovery.jobs.stored_step import StoredStep
 from stagecrew.recovery.retry import RETRY_TIMEOUT, retry_until
 from stagecrew.recovery.state.handles import HandleMissing
 from stagecrew.session.running_job import running_job
@@ -183,8 +184,7 @@ class Job:
         with self._lock:
             if self._queries.setdefault(parent, query) != query:
                 raise self._of_another_query(parent)
-            # A restarted query repeats its last batch.
-            self._used = {used for used in self._used if not used[1].startswith(f"{key}/")}
+        self._forget_names_in(key)  # a restarted query repeats its last batch
         if (stored := self._restore(key, place, parent)) is not None:
             self._positions[parent] = batch_id
             value: T = stored[0]
@@ -197,6 +197,7 @@ class Job:
         for old in stored_ids - {batch_id - 1}:
             self._remove_batch(f"{parent}/batch-{old}")
             forget_uses(Place(stream, "batch", str(old)))
+            self._forget_names_in(f"{parent}/batch-{old}")
         return result
 
     def after_stream(self, name: str) -> None:
@@ -285,6 +286,11 @@ class Job:
                 )
             self._used.add((kind, key))
 
+    def _forget_names_in(self, key: str) -> None:
+        """Forgets the names that were used in a step or batch."""
+        with self._lock:
+            self._used = {used for used in self._used if not used[1].startswith(f"{key}/")}
+
     def _of_another_query(self, stream: str) -> JobError:
         return JobError(
             f"the batches {stream!r} of job {self.id!r} belong to another streaming query. If two queries pass this "
@@ -318,12 +324,12 @@ class Job:
 
         key = path_key(place)
         try:
-            data = bytes(cloudpickle.dumps((value, self._states.checkpoint(place), query)))  # type: ignore[no-untyped-call]
+            pickled = bytes(cloudpickle.dumps(value))  # type: ignore[no-untyped-call]
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise JobError(
                 f"the result of step {key!r} of job {self.id!r} cannot be pickled ({error}): return a simpler value"
             ) from error
-        state = self._steps.prepare(data)
+        state = self._steps.prepare(StoredStep(pickled, self._states.checkpoint(place), query).to_bytes())
         description = f"step {key!r} of job {self.id!r} is done and waits for its result to be stored"
         retry_until(lambda: self._steps.add(key, state), description, self._retry_timeout)
 
@@ -336,10 +342,11 @@ class Job:
             stored = self._read(lambda: self._steps.get(key))
         except HandleMissing:
             return None
-        value, checkpoints, query = pickle.loads(stored.data)
-        if stream is not None and query != self._queries[stream]:
+        step = StoredStep.from_bytes(stored.data)
+        if stream is not None and step.query != self._queries[stream]:
             raise self._of_another_query(stream)
-        self._states.restore(key, place, checkpoints)
+        value = pickle.loads(step.value)
+        self._states.restore(key, place, step.checkpoints)
         self._progress.record_step(key, "found")
         _log.info("step %r of job %r was finished by an earlier run and is skipped", key, self.id)
         return (value,)

@@ -219,11 +219,12 @@ class Jobs:
                 pass  # pruned in the meantime
         return found, unreadable
 
-    def spec(self, job: str) -> JobSpec:
+    def spec(self, job: str, retry_timeout: float = 0.0) -> JobSpec:
         """Returns the specification of a job. The leader deletes the specification after the job has ended.
 
         Args:
             job: The id of the job.
+            retry_timeout: How long to retry while the store or the storage is unavailable, in seconds.
 
         Returns:
             The specification.
@@ -232,7 +233,8 @@ class Jobs:
             RecordUnreadable: The specification cannot be read. Nothing is deleted.
         """
         try:
-            return JobSpec.from_bytes(self._specs.get(job).data)
+            description = f"job {job!r} waits to read its specification"
+            return JobSpec.from_bytes(retry_until(lambda: self._specs.get(job), description, retry_timeout).data)
         except StagecrewError as error:
             raise RecordUnreadable(f"the specification of job {job!r} cannot be read: {error}") from error
 

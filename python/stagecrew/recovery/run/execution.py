@@ -29,7 +29,7 @@ from stagecrew.recovery.jobs.job import Job
 from stagecrew.recovery.jobs.record import JobState
 from stagecrew.recovery.jobs.result import Result
 from stagecrew.recovery.jobs.run_files import SCRIPT
-from stagecrew.recovery.retry import RETRY_TIMEOUT
+from stagecrew.recovery.retry import RETRY_TIMEOUT, retry_until
 from stagecrew.session.registration import check_imports
 from stagecrew.session.running_job import set_running_job
 
@@ -72,7 +72,7 @@ def execute_run(
     Sinks, the storage and the store are retried for `retry_timeout` seconds.
     """
     run, jobs = claimed.run, claimed.jobs
-    record, version = jobs.read(run.job)
+    record, version = retry_until(lambda: jobs.read(run.job), f"run {run} waits to read its job", retry_timeout)
     # A process that only finishes commits gives up early: the leader starts it again after a pause, and other jobs can
     # run in the meantime. A normal run that gives up is lost and counts as one of the job's runs, so it retries for the
     # full `retry_timeout`.
@@ -102,7 +102,7 @@ def _run_code(
 ) -> Result | None:
     """Calls the job's code. Returns its result, or None if the run is lost because of an infrastructure error."""
     run, jobs = claimed.run, claimed.jobs
-    spec = jobs.spec(run.job)
+    spec = jobs.spec(run.job, retry_timeout)
     steps, commits = jobs.handles(run.job, "steps"), jobs.handles(run.job, "commits")
     job = Job(run.job, run.number, steps, commits, retry_timeout, facts)
     set_running_job(job)
