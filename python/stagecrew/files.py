@@ -48,6 +48,7 @@ def file_system(path: Any, filesystem: pyarrow.fs.FileSystem | None) -> tuple[py
     """The file system of a URI or path, and the path as that file system writes it. A local path becomes absolute."""
     text = str(path)
     if filesystem is None:
+        text = _expanded(text)
         try:
             filesystem, text = (
                 pyarrow.fs.FileSystem.from_uri(text) if "://" in text else (pyarrow.fs.LocalFileSystem(), text)
@@ -63,6 +64,13 @@ def file_system(path: Any, filesystem: pyarrow.fs.FileSystem | None) -> tuple[py
         text = os.path.abspath(text)  # noqa: PTH100 (pathlib would follow links)
         return filesystem, text.rstrip("/") or "/"
     return filesystem, text.rstrip("/")
+
+
+def _expanded(text: str) -> str:
+    """Expands ~. Converts a URI with one slash, as Hadoop writes local ones: file:/data."""
+    if text.startswith("~"):
+        return str(pathlib.Path(text).expanduser())
+    return re.sub(r"^([a-z][a-z0-9+.-]+):/(?!/)", r"\1:///", text)
 
 
 def place(filesystem: pyarrow.fs.FileSystem, path: str) -> str:

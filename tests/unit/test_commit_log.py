@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from stagecrew.errors import CommitSuperseded, CommitUnknown
-from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
+from stagecrew.errors import CommitSuperseded, CommitUnknown, OperatorMisused
+from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog, commit_log_of
 from stagecrew.operators.commits import commit
 from support.commit_trials import SCHEMA
 from support.local_sinks import files, sqlite
@@ -134,3 +134,12 @@ def test_the_folder_of_a_commit_log_may_contain_links(tmp_path, monkeypatch):
     assert commit_log.write("c", {"state": "open"}, 0) == 1
     assert [folder.name for folder in (tmp_path / "far").iterdir()] != ["in"]
     assert [folder.name for folder in (tmp_path / "near").iterdir()] == ["link"]
+
+
+def test_a_commit_log_in_an_object_store_is_refused_without_its_secrets():
+    """The error for a commit log that is no local folder does not repeat the keys in its address."""
+    with pytest.raises(OperatorMisused, match="s3://bucket/log") as refused:
+        commit_log_of("s3://KEY:SECRET@bucket/log?token=SECRET")
+    assert "SECRET" not in str(refused.value)
+    with pytest.raises(OperatorMisused, match="commit_log is of type int"):
+        commit_log_of(7)

@@ -11,6 +11,7 @@ import pyarrow.fs
 import pytest
 
 from stagecrew.errors import OperatorMisused
+from stagecrew.files import file_system
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import commit
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink
@@ -70,6 +71,15 @@ def test_the_identity_of_a_database_sink_includes_the_service_of_the_environment
     monkeypatch.setenv("PGSERVICEFILE", str(tmp_path / "services.conf"))
     monkeypatch.setenv("PGSERVICE", "s")
     assert DatabaseSink("postgresql://", "t").identity.endswith(" in service=s")
+
+
+def test_a_local_uri_with_one_slash_is_a_local_path(tmp_path, monkeypatch):
+    """`file:/path`, as Spark writes local URIs, is the path, not a folder in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    for uri in (f"file:{tmp_path}/table", f"file://{tmp_path}/table", f"{tmp_path}/table"):
+        assert file_system(uri, None)[1] == f"{tmp_path}/table"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert file_system("~/table", None)[1] == f"{tmp_path}/table"
 
 
 def test_a_commit_id_cannot_be_used_for_two_tables(tmp_path):

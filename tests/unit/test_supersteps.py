@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import math
 import operator
 import pickle
 import threading
@@ -17,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagecrew.errors import CoordinationTimeout, OperatorFailed, OperatorMisused, RequestFailed
-from stagecrew.operators.reducers import ReducerCall, reduced, reducer_call
+from stagecrew.operators.reducers import READY_MADE, ReducerCall, reduced, reducer_call
 from stagecrew.operators.superstep_context import SuperstepContext
 from stagecrew.operators.superstep_coordinator import SuperstepCoordinator
 from stagecrew.operators.superstep_group import SuperstepGroup
@@ -458,3 +460,16 @@ def test_late_subtasks_are_named():
         harness.coordinator._attempts[0, 0].since -= 1
         harness.advance(2)
         assert "1 subtasks have waited in step 0 for these: 0, 2" in str(harness.failure)
+
+
+@pytest.mark.parametrize("name", ["min", "max"])
+@pytest.mark.parametrize("make", [float, lambda value: np.array([value, 1.0]), lambda value: pa.array([value, 1.0])])
+def test_nan_is_the_minimum_and_the_maximum(name, make):
+    """A NaN of any subtask is the result of "min" and "max", in whatever order the subtasks arrive."""
+    nan = float("nan")
+    for values in itertools.permutations((1.0, nan, 3.0)):
+        result = READY_MADE[name]([make(value) for value in values])
+        first = (
+            result if isinstance(result, float) else result[0].as_py() if isinstance(result, pa.Array) else result[0]
+        )
+        assert math.isnan(first)

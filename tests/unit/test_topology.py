@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stagecrew import Listener
-from stagecrew.errors import CoordinatorFailed, NotActive, TopologyError
+from stagecrew.errors import ConfigurationError, CoordinatorFailed, NotActive, TopologyError
 from stagecrew.listeners.resolution import LEFT, PROPERTY
 from stagecrew.session.builder import Crew
 from stagecrew.session.topology import Topology
@@ -119,6 +119,56 @@ def in_thread(f: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(10)
     return results[0]
+
+
+@pytest.mark.parametrize("moment", ["before it begins", "after it has begun", "the thread enters it"])
+def test_a_topology_that_is_interrupted_while_it_begins_is_ended(crew, monkeypatch, moment):
+    """After Ctrl-C in `__enter__`, the topology has ended, and the thread is in no topology."""
+    facade, begin = crew.connection.facade, crew.connection.facade.begin
+
+    def interrupted_begin(description):
+        if moment == "after it has begun":
+            begin(description)
+        raise KeyboardInterrupt
+
+    def interrupted_tag(tag):
+        raise KeyboardInterrupt
+
+    if moment == "the thread enters it":
+        monkeypatch.setattr(crew.context, "addJobTag", interrupted_tag)
+    else:
+        monkeypatch.setattr(facade, "begin", interrupted_begin)
+    with pytest.raises(KeyboardInterrupt), topology(crew, "a"):
+        raise AssertionError("it has begun")
+    monkeypatch.undo()
+    assert set(facade.parents) <= set(facade.ended)
+    assert crew.active == ()
+    assert is_in(crew)
+    with topology(crew, "b") as b:
+        assert is_in(crew, b)
+        assert facade.parents[b.id] is None
+
+
+def test_a_topology_that_the_driver_refuses_has_not_begun(crew, monkeypatch):
+    """If the driver refuses to begin a topology, the thread is in no topology, and can begin another one."""
+
+    def refuse(description):
+        raise TopologyError("refused")
+
+    monkeypatch.setattr(crew.connection.facade, "begin", refuse)
+    with pytest.raises(TopologyError, match="refused"), topology(crew, "a"):
+        raise AssertionError("it has begun")
+    monkeypatch.undo()
+    assert crew.connection.facade.ended == []
+    assert crew.active == ()
+    assert is_in(crew)
+
+
+@pytest.mark.parametrize("name", [5, None, ""])
+def test_a_topology_needs_a_name(crew, name):
+    """A topology without a text as its name is refused."""
+    with pytest.raises(ConfigurationError, match="name of a topology must be a text that is not empty"):
+        topology(crew, name)
 
 
 def test_nested_topologies_set_the_property_and_tags(crew):

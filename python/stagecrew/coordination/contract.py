@@ -57,6 +57,8 @@ class Coordinator:
 
     #: The name of this kind of coordinator in the UI and the reports.
     kind = "coordinator"
+    #: Why the topology fails if this coordinator is reset while evaluations are live. Empty if it does not.
+    _live_reset_problem = ""
 
     def __init__(self, context: CoordinatorContext) -> None:
         self.context = context

@@ -12,7 +12,7 @@ from stagecrew.coordination.binding_checkpoints import BindingCheckpoints
 from stagecrew.coordination.delivery import Delivery
 from stagecrew.coordination.liveness import Liveness
 from stagecrew.coordination.statistics_reporter import StatisticsReporter
-from stagecrew.errors import ChannelClosed, ChannelError, CheckpointFailed
+from stagecrew.errors import ChannelClosed, ChannelError, CheckpointFailed, OperatorFailed
 from stagecrew.wire import hops
 from stagecrew.wire.frames import Frame, decode_all
 
@@ -89,6 +89,7 @@ class Host:
 
         Live evaluations are aborted: they get no more replies, and cannot succeed.
         """
+        coordinator = binding.instance.coordinator
         with self._lock:
             detached = self._liveness.detach(binding)
             binding.seen = subtasks
@@ -102,6 +103,8 @@ class Host:
             )
         self._liveness.abort_detached(binding, detached, "its coordinator was reset")
         self.transport.flush()
+        if detached and coordinator is not None and coordinator._live_reset_problem:
+            binding.owner.fail(OperatorFailed(coordinator._live_reset_problem))
 
     # -- Checkpoints
 

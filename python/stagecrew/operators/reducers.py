@@ -155,7 +155,9 @@ def _elementwise(numbers: Callable[[Any, Any], Any], arrays: str, arrow: str) ->
         if isinstance(values[0], pa.Array | pa.ChunkedArray):
             import pyarrow.compute as pc
 
-            return functools.reduce(getattr(pc, arrow), values)
+            return functools.reduce(
+                _nan_first(getattr(pc, arrow)) if numbers is not _add else getattr(pc, arrow), values
+            )
         if _kind(values[0]) == "numpy array":
             return _reduced_in_place(getattr(_numpy(), arrays), values)
         if _kind(values[0]) != "number" and numbers is _add:
@@ -165,6 +167,33 @@ def _elementwise(numbers: Callable[[Any, Any], Any], arrays: str, arrow: str) ->
         return functools.reduce(numbers, values)
 
     return reduce
+
+
+def _nan_or(choose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Chooses one of two values. As in numpy, a NaN is chosen before other numbers, in whatever order they are."""
+
+    def chosen(one: Any, other: Any) -> Any:
+        if _kind(one) == "number":
+            for value in (one, other):
+                if value != value:  # noqa: PLR0124 (true for a NaN of any type)
+                    return value
+        return choose(one, other)
+
+    return chosen
+
+
+def _nan_first(choose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Like `_nan_or`, for the elements of Arrow arrays."""
+    import pyarrow.compute as pc
+
+    def chosen(one: Any, other: Any) -> Any:
+        found = choose(one, other)
+        for values in (one, other):
+            if pa.types.is_floating(values.type):
+                found = pc.if_else(pc.fill_null(pc.is_nan(values), False), values, found)
+        return found
+
+    return chosen
 
 
 def _booleans_as_numbers(value: Any) -> Any:
@@ -221,7 +250,7 @@ def _numpy() -> ModuleType:
 
 READY_MADE: Final[dict[str, Callable[[Sequence[Any]], Any]]] = {
     "sum": _elementwise(_add, "add", "add_checked"),
-    "min": _elementwise(min, "minimum", "min_element_wise"),
-    "max": _elementwise(max, "maximum", "max_element_wise"),
+    "min": _elementwise(_nan_or(min), "minimum", "min_element_wise"),
+    "max": _elementwise(_nan_or(max), "maximum", "max_element_wise"),
     "concat": _concat,
 }

@@ -159,9 +159,12 @@ class SplitLog:
                 packed: bytes = cloudpickle.dumps(split)  # type: ignore[no-untyped-call]
                 hosts = frozenset(self._locations(split)) if self._locations is not None else frozenset()
                 digest = _digest(split, packed)
-                if self._is_new(split, digest):
-                    self._has_time = self._on_split()
+                is_new = self._is_new(split, digest)
+                self._has_time = self._on_split()
+                if is_new:
                     return _Split(packed, digest), hosts
+                if not self._has_time:  # the task asks again, and then the splits after this one are read
+                    return None
             except BaseException as error:
                 if isinstance(error, OperatorFailed):
                     self._failure = error

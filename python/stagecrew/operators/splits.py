@@ -61,6 +61,10 @@ class SplitCoordinator(Coordinator):
     """
 
     kind = "splits"
+    _live_reset_problem = (
+        "the topology was reset while tasks were reading splits: Spark keeps the rows of tasks that have finished, so "
+        "some splits would be read twice. Reset a topology between its actions"
+    )
 
     def __init__(
         self, context: CoordinatorContext, enumerator: Any, enumerator_timeout: float, subtasks: int | None = None

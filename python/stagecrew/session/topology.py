@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
 
 from stagecrew.coordination.program_path import PLACE, Place, current_place
-from stagecrew.errors import TopologyError
+from stagecrew.errors import ConfigurationError, TopologyError
 from stagecrew.listeners.listener import Listener
 from stagecrew.observability.error_summary import error_line
 from stagecrew.partitions.report import PartitionReport, Release, java_dataset
@@ -79,6 +79,8 @@ class Topology(TopologyOperators):
         jvm_listeners: Sequence[str],
         release: Release = Release.SHUFFLES,
     ) -> None:
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(f"the name of a topology must be a text that is not empty, not {name!r}")
         id_ = f"{name.replace(' ', '-').replace(',', '-')}-{uuid.uuid4().hex[:12]}"
         super().__init__(connection, name, id_, bool(listeners), commit_log)
         self._topologies = topologies
@@ -129,15 +131,26 @@ class Topology(TopologyOperators):
             self._connection.context, self.id, self.name, None if outer is None else outer.id,
             self._listeners, self._jvm_listeners, release=self.release,
         )  # fmt: skip
-        self._connection.begin(self.name, description)
-        for listener in self._listeners:
-            listener._stagecrew.note_registration(f"topology {self.name!r}", self.id)
         self.place = Place(outer_place, "topology", self.name)
-        self.operators.begin_in(self.place)
         self._state = "active"
         self._topologies.add(self)
-        self._topologies.enter(self)
-        PLACE.set(self.place)
+        has_begun = False
+        try:
+            self._connection.begin(self.name, description)
+            has_begun = True
+            for listener in self._listeners:
+                listener._stagecrew.note_registration(f"topology {self.name!r}", self.id)
+            self.operators.begin_in(self.place)
+            self._topologies.enter(self)
+            PLACE.set(self.place)
+        except BaseException as error:
+            if isinstance(error, Exception) and not has_begun:  # the driver refused it
+                self._state = "new"
+                self._topologies.remove(self)
+            else:  # for example Ctrl-C: Python calls no `__exit__`
+                with contextlib.suppress(Exception):
+                    self._end_once(cancel=True)
+            raise
 
     def close(self, cancel: bool = False) -> None:
         """Ends the topology and those that began inside it. A second call has no effect.

@@ -240,6 +240,8 @@ class TopologyOperators(TopologyNode):
             commit_id = job.commit_id(name) if commit_id is None else commit_id
             commit_log = job.commit_log(sink) if commit_log is None else commit_log
         id_ = uuid.uuid4().hex if commit_id is None else commit_id
+        if not isinstance(id_, str):
+            raise OperatorMisused(f"commit_id must be a text, not {type(id_).__name__}: pass str(...)")
         if not id_ or len(id_) > 200:
             raise OperatorMisused(f"commit_id has {len(id_)} characters; use 1 to 200 characters")
         return commit_dataset(
@@ -338,6 +340,10 @@ class TopologyOperators(TopologyNode):
 
         Each current instance closes first. An evaluation that began before the reset gets no more replies and cannot
         succeed: its attempt fails, and Spark runs the task again.
+
+        Not promised: that an action that is running stays correct. Spark keeps the results of tasks that have finished,
+        although their coordinators were reset. So reset between actions. While tasks read splits, a reset fails the
+        topology.
 
         Args:
             checkpoint: The states to restore. By default the new coordinators have no state.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -128,19 +126,13 @@ class _ArrowFiles:
 
 def _resolved(source: str | Sequence[str]) -> tuple[str | list[str], Any]:
     """Returns the paths and their file system. Tasks get both, because a path does not identify its file system."""
-    found = [file_system(_uri(os.fspath(path)), None) for path in _as_list(source)]
+    found = [file_system(os.fspath(path), None) for path in _as_list(source)]
     if any(filesystem != found[0][0] for filesystem, _ in found):
         raise OperatorMisused(
             "the files of one enumerator must be on one file system: create one enumerator for each file system"
         )
     paths = [path for _, path in found]
     return (paths[0] if isinstance(source, str | os.PathLike) else paths), found[0][0] if found else None
-
-
-def _uri(text: str) -> str:
-    if text.startswith("~"):
-        return str(Path(text).expanduser())
-    return re.sub(r"^([a-z][a-z0-9+.-]+):/(?!/)", r"\1:///", text)  # Hadoop writes one slash: file:/data
 
 
 def _as_list(source: str | Sequence[str]) -> Sequence[str]:
