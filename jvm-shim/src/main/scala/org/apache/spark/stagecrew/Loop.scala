@@ -19,8 +19,9 @@ private[stagecrew] abstract class ThreadLoop(name: String) extends Loop {
     try { loop.schedule((() => Log.contained(s"a call in loop $name")(f)): Runnable, ms, TimeUnit.MILLISECONDS); () }
     catch { case _: RejectedExecutionException => () }
 
+  /** Runs a call repeatedly, also after an error that `Log.contained` throws. */
   protected def every(ms: Long)(action: String)(f: => Unit): Unit =
-    loop.scheduleWithFixedDelay(() => Log.contained(action)(f), ms, ms, TimeUnit.MILLISECONDS)
+    schedule(ms)(try Log.contained(action)(f) finally every(ms)(action)(f))
 
   private val ending = new AtomicBoolean(false)
   private val ended = new CountDownLatch(1)

@@ -81,10 +81,12 @@ class ChannelAddressSuite extends AnyFunSuite {
       def folder(name: String): Path = Files.createDirectory(temporary.resolve(ChannelAddress.Prefix + name), Private)
       def age(path: Path): Unit = { Files.setLastModifiedTime(path, FileTime.fromMillis(0)); () }
       val living = open("auto", deep, temporary)
-      val killed = folder("killed")
-      val server = java.nio.channels.ServerSocketChannel.open(java.net.StandardProtocolFamily.UNIX)
-      server.bind(java.net.UnixDomainSocketAddress.of(killed.resolve("channel.sock")))
-      server.close() // the file of the socket stays
+      val (killed, listens) = (folder("killed"), folder("not yet listening"))
+      Seq(killed, listens).foreach { one =>
+        val server = java.nio.channels.ServerSocketChannel.open(java.net.StandardProtocolFamily.UNIX)
+        server.bind(java.net.UnixDomainSocketAddress.of(one.resolve("channel.sock")))
+        server.close() // the file of the socket stays; a process that has bound it, but does not listen yet, looks alike
+      }
       Files.writeString(killed.resolve("channel.json"), "{}")
       val (starting, neverStarted) = (folder("starting"), folder("never"))
       val target = Files.createDirectory(temporary.resolve("target"), Private)
@@ -93,10 +95,10 @@ class ChannelAddressSuite extends AnyFunSuite {
       Files.setPosixFilePermissions(shared, PosixFilePermissions.fromString("rwxrwxrwx"))
       val foreign = folder("foreign") // another program uses the same prefix
       Files.writeString(foreign.resolve("data"), "x")
-      Seq(neverStarted, target, shared, foreign).foreach(age)
+      Seq(killed, neverStarted, target, shared, foreign).foreach(age)
       Files.createDirectories(deep)
       val next = open("auto", deep, temporary)
-      assert(Seq(living.folder, starting, target, link, shared, foreign).forall(Files.exists(_)))
+      assert(Seq(living.folder, starting, listens, target, link, shared, foreign).forall(Files.exists(_)))
       assert(!Files.exists(killed) && !Files.exists(neverStarted))
       next.close()
       living.close()

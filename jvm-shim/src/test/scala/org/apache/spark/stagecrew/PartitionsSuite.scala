@@ -100,6 +100,19 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     assert(!partitions.awaitsUnpersist("a"))
   }
 
+  test("cached blocks whose release the driver never confirms are counted if they are gone") {
+    owners(1) = "a"
+    val (gone, left) = (CachedBlock(7, 0), CachedBlock(8, 0))
+    partitions.attemptEnded(1, Seq(gone -> Some(5L), left -> Some(6L)))
+    partitions.table.end("a", Release(deleteBlocks = true))
+    partitions.release("a", Map.empty).get()
+    stored += left
+    partitions.expireUnpersisted("a")
+    val counts = ledger.of("a").partitions
+    assert((counts.released, counts.releasedBytes, counts.releaseFailures) == (1, 5, 0))
+    assert(!partitions.awaitsUnpersist("a"))
+  }
+
   test("outputs from a decommissioned executor are deleted, but newer outputs of the shuffle are not") {
     partitions.release("a", Map(4 -> 100L, 5 -> 99L, 6 -> 150L)).get()
     assert(deleted == Seq(Output(4, 99), Output(6, 99)))

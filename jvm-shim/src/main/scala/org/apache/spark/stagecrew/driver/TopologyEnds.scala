@@ -1,7 +1,7 @@
 package org.apache.spark.stagecrew
 package driver
 
-import java.util.concurrent.{CompletableFuture, TimeoutException}
+import java.util.concurrent.{CompletableFuture, TimeUnit, TimeoutException}
 import org.apache.spark.scheduler.StagecrewScheduler
 import executor._, partitions._, spark._, wire._
 
@@ -36,7 +36,7 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
       }
       if (inside.isEmpty) endSelf()
       else CompletableFuture.allOf(inside.map(t => end(t.description.id, timeoutMs)): _*)
-        .whenComplete((_, _) => inLoop(endSelf()))
+        .whenComplete((_, _) => end(id, timeoutMs).whenComplete((_, _) => done.complete(()))) // one may have begun
     }
     done
   }
@@ -53,11 +53,8 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
       pinning.closingBegins(topology.description.id, contacted.map(_.id))
       val message = Frames.encode("END_TOPOLOGY", topology.description.id, timeoutMs, Json.write(release))
       contacted.foreach(executor => executor.peer.ask(message, timeoutMs + ReplyMarginMs) {
-        case Right(bytes) => inLoop {
-          Log.contained(s"handling the reply of executor ${executor.id}")(
-            recordReply(topology, executor.id, bytes, release))
-          executorReplied(topology, executor.id)
-        }
+        case Right(bytes) => inLoop(try Log.contained(s"handling the reply of executor ${executor.id}")(
+          recordReply(topology, executor.id, bytes, release)) finally executorReplied(topology, executor.id))
         // A connection may close shortly before the driver learns that the executor is lost. The wait ensures that the
         // executor is then reported as lost.
         case Left(error) => schedule(if (error.isInstanceOf[TimeoutException]) 0 else LostMs) {
@@ -126,7 +123,10 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
       else CompletableFuture.runAsync(() => {
         caches.foreach(rdd => Log.contained(s"releasing cached dataset $rdd")(SparkInternals.uncache(sc, rdd)))
         deleteLeftBlocks(leftBlocks)
-      }, pool).whenComplete((_, _) => inLoop(confirmUnpersisted(topology, caches)))
+      }, pool).orTimeout(settings.closeTimeoutMs, TimeUnit.MILLISECONDS).whenComplete((_, error) => inLoop {
+        if (error != null) topology.unclosed += "the driver is still deleting partitions"
+        confirmUnpersisted(topology, caches)
+      })
     }
 
   def deleteLeftBlocks(leftBlocks: Seq[SparkInternals.LeftBlocks]): Unit = leftBlocks.foreach(blocks =>
@@ -141,11 +141,8 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
     val replies = topology.cachedOn.toSeq.flatMap(executors.get).map { executor =>
       val done = new CompletableFuture[Unit]()
       executor.peer.ask(message, ReplyMarginMs) {
-        case Right(bytes) => inLoop {
-          Log.contained(s"recording the counts of executor ${executor.id}")(
-            crew.reported(executor.id, Frames.decodeMessage(bytes)))
-          done.complete(())
-        }
+        case Right(bytes) => inLoop(try Log.contained(s"recording the counts of executor ${executor.id}")(
+          crew.reported(executor.id, Frames.decodeMessage(bytes))) finally done.complete(()))
         case Left(error) =>
           Log.log.warn(s"executor ${executor.id} did not confirm the deleted cached blocks of topology '$name': " +
             s"they are not counted as released: ${error.getMessage}")

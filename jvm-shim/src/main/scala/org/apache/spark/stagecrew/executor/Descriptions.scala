@@ -26,10 +26,8 @@ final class Descriptions(
       table.forget(id)
       None
     }
-  }).filterNot { _ => // the topology may have closed here before the reply arrived
-    if (table.isClosed(id)) described.forget(id)
-    table.isClosed(id)
-  }
+  // The topology may have closed here before the reply arrived.
+  }).filterNot(_ => table.isClosed(id) && { described.forget(id); true })
 
   /** A description that the driver has sent, if it is still cached. */
   def known(id: String): Option[Description] = described.computed(id).flatten

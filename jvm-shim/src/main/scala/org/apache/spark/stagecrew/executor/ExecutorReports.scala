@@ -75,7 +75,7 @@ private[stagecrew] final class ExecutorReports(crew: ExecutorCrew) {
     val releasing = partitions.release(topology, releases.remove(topology).getOrElse(Map.empty))
     // The driver unpersists cached datasets, but it may be lost.
     if (partitions.awaitsUnpersist(topology))
-      schedule(ExecutorCrew.RememberMs)(partitions.unpersisted(topology, Set.empty))
+      schedule(ExecutorCrew.RememberMs)(partitions.expireUnpersisted(topology))
     releasing
   }
 

@@ -23,7 +23,7 @@ final class ExecutorListeners(
 
   /** Opens the listeners of a topology, or waits until another thread has opened them. Throws what `open` threw. */
   def open(description: Description): OpenListeners =
-    if (description.listeners.forall(entry => entry.kind == "pickle" && entry.scope.contains("worker"))) none
+    if (!needsOpen(description)) none
     else opened.of(description.id) {
       try {
         val listeners = openAll(description)
@@ -35,6 +35,10 @@ final class ExecutorListeners(
           throw error
       }
     }
+
+  /** Whether a listener of a topology may open on this executor, outside of its workers. */
+  def needsOpen(description: Description): Boolean =
+    description.listeners.exists(entry => entry.kind != "pickle" || !entry.scope.contains("worker"))
 
   /** The open listeners of a topology. None until all of them are open, and after a failure. */
   def of(topology: String): Option[OpenListeners] = opened.computed(topology)

@@ -73,6 +73,10 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     count(topology, deleted, failed.size.toLong)
   }
 
+  /** Called when the driver has not confirmed the release of the topology's cached datasets for a long time. */
+  def expireUnpersisted(topology: String): Unit = Option(unconfirmed.remove(topology))
+    .foreach(blocks => count(topology, blocks.filterNot { case (block, _) => disk.has(block) }, 0))
+
   /** Whether the driver has not yet confirmed the release of the topology's cached datasets. */
   def awaitsUnpersist(topology: String): Boolean = unconfirmed.containsKey(topology)
 

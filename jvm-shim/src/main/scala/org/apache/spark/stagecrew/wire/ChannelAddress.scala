@@ -48,7 +48,7 @@ private[stagecrew] object ChannelAddress {
   private val SocketName = "channel.sock"
   private val FileName = "channel.json"
   private val Private = PosixFilePermissions.fromString("rwx------")
-  private val StaleMs = 60000L // a folder without a socket may be that of a process that is starting
+  private val StaleMs = 60000L // a younger folder may be that of a process that is starting
 
   private def root: UserPrincipal =
     Path.of("/").getFileSystem.getUserPrincipalLookupService.lookupPrincipalByName("0")
@@ -132,11 +132,11 @@ private[stagecrew] object ChannelAddress {
 
   private def isStale(folder: Path): Boolean = {
     val socket = folder.resolve(SocketName)
-    if (!Files.exists(socket)) Files.getLastModifiedTime(folder).toMillis < System.currentTimeMillis() - StaleMs
-    else Using.resource(SocketChannel.open(StandardProtocolFamily.UNIX)) { connection =>
-      connection.configureBlocking(false) // a server that does not accept connections is alive
-      try { connection.connect(UnixDomainSocketAddress.of(socket)); false } catch { case _: ConnectException => true }
-    }
+    Files.getLastModifiedTime(folder).toMillis < System.currentTimeMillis() - StaleMs && (!Files.exists(socket) ||
+      Using.resource(SocketChannel.open(StandardProtocolFamily.UNIX)) { connection =>
+        connection.configureBlocking(false) // a server that does not accept connections is alive
+        try { connection.connect(UnixDomainSocketAddress.of(socket)); false } catch { case _: ConnectException => true }
+      })
   }
 
   /** The longest queue of connections that are not accepted yet. Linux may limit it further. */

@@ -1,0 +1,27 @@
+package org.apache.spark.stagecrew
+
+import java.util.concurrent.atomic.AtomicInteger
+import org.scalatest.concurrent.Eventually._
+import org.scalatest.funsuite.AnyFunSuite
+import org.scalatest.time.{Seconds, Span}
+
+class LoopSuite extends AnyFunSuite {
+  private final class Periodic extends ThreadLoop("suite") {
+    val calls = new AtomicInteger
+    every(5)("counting") {
+      if (calls.incrementAndGet() % 2 == 1) throw new OutOfMemoryError("a moment without memory")
+    }
+    def stop(): Unit = { loop.shutdownNow(); () }
+  }
+
+  test("a periodic call continues after any error, until the loop ends") {
+    val periodic = new Periodic
+    eventually(timeout(Span(10, Seconds)))(assert(periodic.calls.get >= 5))
+    periodic.stop()
+    eventually(timeout(Span(10, Seconds))) {
+      val before = periodic.calls.get
+      Thread.sleep(50)
+      assert(periodic.calls.get == before)
+    }
+  }
+}
