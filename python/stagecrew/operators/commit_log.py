@@ -277,12 +277,9 @@ def commit_log_of(given: Any) -> CommitLog:
     if isinstance(given, (str, os.PathLike)) and os.fspath(given) and "://" not in os.fsdecode(given):
         return FileCommitLog(os.fsdecode(given))
     if isinstance(given, type) or not all(callable(getattr(given, name, None)) for name in ("read", "write")):
-        kind = type(given).__name__
-        shown = (
-            f"={address(os.fsdecode(given))!r}" if isinstance(given, (str, os.PathLike)) else f" is of type {kind}: it"
-        )
+        shown = address(os.fsdecode(given)) if isinstance(given, (str, os.PathLike)) else given
         raise OperatorMisused(
-            f"commit_log{shown} is neither a folder on a local disk nor a commit log: pass a path, "
+            f"commit_log={shown!r} is neither a folder on a local disk nor a commit log: pass a path, "
             "FileCommitLog(path), or an object with the methods read and write"
         )
     commit_log: CommitLog = given
