@@ -198,6 +198,26 @@ def test_bound_functions_work_at_every_entry_point(sessions, coordinators):
     assert not [call for call in calls if call[0] in ("failed", "reset")]
 
 
+def test_a_map_with_a_wrong_schema_uses_up_no_name(sessions, coordinators):
+    """If the schema of a `map` is wrong, no coordinator is created, and the corrected call can use the same name."""
+
+    def work(gateway, batches):
+        yield from batches
+
+    with stagecrew.crew(sessions.get(LOCAL)).topology("t") as topology:
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
+        frame = sessions.get(LOCAL).range(2)
+        with pytest.raises(Exception, match="PARSE_SYNTAX_ERROR"):
+            operator.map(frame, work, "id lnog not a type", name="eu")
+        with pytest.raises(
+            stagecrew.errors.OperatorMisused, match="the schema of operator 'o' must be a StructType or"
+        ):
+            operator.map(frame, work, 7, name="eu")
+        assert coordinators == []
+        assert operator.map(frame, work, "id long", name="eu").count() == 2
+        assert len(coordinators) == 1
+
+
 def test_session_coordinators_live_as_long_as_the_session(sessions, coordinators):
     """Session coordinators are created and restored before Spark starts, and start with Spark.
 

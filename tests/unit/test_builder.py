@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -507,3 +509,20 @@ def test_listeners_of_a_running_application_cannot_change():
         crew._require_registered((pool("a"), pool("b"), Pool()), ())
     with pytest.raises(ConfigurationError, match=r"coordinators cannot change; it does not have: other\. Stop the"):
         crew._require_registered((), ["counter", "other"])
+
+
+def test_threads_that_ask_for_a_crew_at_the_same_time_get_the_same_one(monkeypatch):
+    """All threads get one crew for a session, even if they are the first to ask for it, at the same time."""
+
+    class SlowFacade:
+        def version(self):
+            time.sleep(0.01)
+            return stagecrew.__version__
+
+    session = object.__new__(SparkSession)
+    session._sc = types.SimpleNamespace()
+    monkeypatch.setattr(session_builder, "_facade", lambda context: SlowFacade())
+    monkeypatch.setattr(session_builder, "Crew", lambda context, facade: object())
+    with ThreadPoolExecutor(8) as pool:
+        crews = set(pool.map(lambda _: stagecrew.crew(session), range(8)))
+    assert len(crews) == 1

@@ -303,6 +303,24 @@ def test_a_factory_that_raises_leaves_the_state_unclaimed(instances):
     operators.close("the process ends")
 
 
+def test_a_factory_that_raises_does_not_use_up_a_name(instances):
+    """If the factory of a named use raises, another use can have the name."""
+    operators, fails = operators_of(instances), [True]
+
+    def factory(context):
+        if fails:
+            raise KeyError("k")
+        return TextCoordinator(context, instances)
+
+    with pytest.raises(KeyError):
+        operators.add("c", factory, HOST, name="eu")
+    fails.clear()
+    operators.add("c", factory, HOST, name="eu")
+    with pytest.raises(OperatorMisused, match="already has a use with name='eu'"):
+        operators.add("c", factory, HOST, name="eu")
+    operators.close("the process ends")
+
+
 def test_a_finished_batch_leaves_nothing(instances):
     """When a batch can never run again, the operators' uses in it end, and their states are dropped."""
     operators = operators_of(instances)

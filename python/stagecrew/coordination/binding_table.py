@@ -67,6 +67,10 @@ class BindingTable:
         place, is_ordered = self._uses.here()
         return key, place, is_ordered
 
+    def free_name(self, key: str) -> None:
+        """Frees the name in the key of a use that was not created. Has no effect on a key with an ordinal."""
+        self._uses.free_name(key)
+
     def next_transient_key(self, operator: str) -> str:
         """Returns the key of a new transient use."""
         self._transient_count += 1

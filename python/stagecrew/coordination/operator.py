@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 from stagecrew.coordination.bound_function import BoundFunction
 from stagecrew.errors import OperatorMisused, TopologyError
@@ -115,15 +115,24 @@ class Operator:
             The mapped dataset.
 
         Raises:
-            OperatorMisused: `dataset` is not a DataFrame, `work` is not callable, the name is taken in this place, or
-                the use needs a name and has none.
+            OperatorMisused: `dataset` is not a DataFrame, `work` is not callable, `schema` is no schema, the name is
+                taken in this place, or the use needs a name and has none.
             TopologyError: The topology is not running.
             CoordinatorFailed: A coordinator of the topology has failed.
         """
         from pyspark.sql import functions as f
+        from pyspark.sql.types import StructType
 
         if not hasattr(dataset, "mapInArrow"):
             raise OperatorMisused(f"operator {self.name!r} maps a DataFrame, not {type(dataset).__name__}")
+        # Spark would refuse the schema only after the use is created.
+        if isinstance(schema, str):
+            schema = cast("StructType", StructType.fromDDL(schema))
+        elif not isinstance(schema, StructType):
+            raise OperatorMisused(
+                f"the schema of operator {self.name!r} must be a StructType or a text such as 'id long', not "
+                f"{type(schema).__name__}"
+            )
         bound = self.bound(work, subtask=SUBTASK, name=name)
 
         def mapped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -141,7 +141,12 @@ class Operators:
         if binding is None:
             with self._lock:
                 claimed, restored = self._table.claimable(key, operator)
-            binding = self._make(key, operator, factory, *restored)
+            try:
+                binding = self._make(key, operator, factory, *restored)
+            except BaseException:
+                with self._lock:
+                    self._table.free_name(key)
+                raise
             binding.begin()
             with self._lock:
                 self._table.unclaimed.pop(claimed, None)

@@ -177,6 +177,10 @@ class Uses:
         number = self._counts[prefix] = self._counts.get(prefix, 0) + 1
         return f"{prefix}/{number}"
 
+    def free_name(self, key: str) -> None:
+        """Frees the name in the key of a use that was not created. Ordinals stay counted."""
+        self._named.discard(key)
+
     def here(self) -> tuple[Place, bool]:
         """The current place of the calling thread, and whether every run creates the uses in it in the same order."""
         scope, place = self._scope, current_place()

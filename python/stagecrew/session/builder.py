@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -36,6 +37,9 @@ _REMEDY: Final = (
     "Stop this session and build it again with `stagecrew.configure(SparkSession.builder).getOrCreate()`, or start the "
     f"application with `spark-submit --jars $(stagecrew jar) --conf spark.plugins={PLUGIN}`."
 )
+
+#: Held while a crew is created, because a session has only one.
+_creating: Final = threading.Lock()
 
 
 def configure(
@@ -297,7 +301,11 @@ def crew(spark: SparkSession) -> Crew:
         raise ConfigurationError(_CONNECT)
     if not isinstance(spark, SparkSession):
         raise ConfigurationError(f"stagecrew.crew takes a SparkSession, not {type(spark).__name__}")
-    context = spark.sparkContext
+    with _creating:
+        return _crew_of(spark.sparkContext)
+
+
+def _crew_of(context: SparkContext) -> Crew:
     existing = getattr(context, "_stagecrew", None)
     if existing is not None:
         return existing  # type: ignore[no-any-return]
