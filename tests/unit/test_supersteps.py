@@ -473,3 +473,13 @@ def test_nan_is_the_minimum_and_the_maximum(name, make):
             result if isinstance(result, float) else result[0].as_py() if isinstance(result, pa.Array) else result[0]
         )
         assert math.isnan(first)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int8", "int32", "uint64", "int64"])
+def test_sums_of_numpys_integers_do_not_overflow_silently(kind):
+    """Small integers of numpy are widened before they are summed. Scalars are summed as Python's integers."""
+    dtype = np.dtype(kind)
+    largest = int(np.iinfo(dtype).max)
+    assert READY_MADE["sum"]([dtype.type(largest)] * 3) == 3 * largest
+    if dtype.itemsize < 8:
+        assert READY_MADE["sum"]([np.array([largest, 1], dtype)] * 3).tolist() == [3 * largest, 3]

@@ -151,7 +151,7 @@ def _elementwise(numbers: Callable[[Any, Any], Any], arrays: str, arrow: str) ->
 
     def reduce(values: Sequence[Any]) -> Any:
         if numbers is _add:
-            values = [_booleans_as_numbers(value) for value in values]
+            values = [_summable(value) for value in values]
         if isinstance(values[0], pa.Array | pa.ChunkedArray):
             import pyarrow.compute as pc
 
@@ -196,12 +196,18 @@ def _nan_first(choose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return chosen
 
 
-def _booleans_as_numbers(value: Any) -> Any:
-    """Converts booleans to numbers. numpy would add two booleans as "or", and Arrow does not add them."""
+def _summable(value: Any) -> Any:
+    """Converts booleans to numbers, and numpy's integers to wider ones.
+
+    numpy would add two booleans as "or", and Arrow does not add them. numpy's small integers would overflow silently;
+    `numpy.sum` also widens them.
+    """
     if isinstance(value, pa.Array | pa.ChunkedArray):
         return value.cast(pa.int64()) if pa.types.is_boolean(value.type) else value
-    if type(value).__module__ == "numpy" and _numpy().asarray(value).dtype.kind == "b":
-        return value.astype("int64") if value.shape else int(value)
+    if type(value).__module__ == "numpy" and (dtype := _numpy().asarray(value).dtype).kind in "biu":
+        if not value.shape:
+            return int(value)
+        return value if dtype.itemsize == 8 else value.astype("int64")
     return int(value) if isinstance(value, bool) else value
 
 
