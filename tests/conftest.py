@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
@@ -17,6 +18,10 @@ from xdist.scheduler import LoadFileScheduling
 # inherit this setting.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A time limit for each example would fail on a busy machine. pytest limits the time of each test.
+hypothesis.settings.register_profile("stagecrew", deadline=None)
+hypothesis.settings.load_profile("stagecrew")
 
 
 class ModuleAndMasterScheduling(LoadFileScheduling):

@@ -86,9 +86,7 @@ with_drawn_programs = given(
     seed=st.integers(0, 1 << 16),
     kills=st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=3), min_size=4, max_size=10),
 )
-NO_DEADLINE = settings(
-    deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+NO_DEADLINE = settings(database=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @settings(NO_DEADLINE, max_examples=100, derandomize=True)

@@ -19,7 +19,6 @@ from support.job_program_strategy import programs as drawn
 @pytest.mark.long
 @settings(
     max_examples=6,
-    deadline=None,
     database=None,
     derandomize=True,
     phases=[Phase.generate],

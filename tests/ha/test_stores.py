@@ -190,7 +190,7 @@ def test_children_are_sorted_and_direct(backend):
     assert store.children(f"{root}/a") == ["below"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(min_size=1))
 def test_any_text_can_be_encoded_as_part_of_a_key(text):
     part = encode_segment(text)
@@ -516,7 +516,7 @@ class ModelComparison(RuleBasedStateMachine):
 def check_against_model(backend, examples, steps):
     machine = type("Machine", (ModelComparison,), {"backend": backend})
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None, derandomize=True)
+        machine, settings=settings(max_examples=examples, stateful_step_count=steps, database=None, derandomize=True)
     )  # fmt: skip
 
 

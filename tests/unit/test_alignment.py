@@ -101,7 +101,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestSchedules.settings = settings(max_examples=200, stateful_step_count=30)
 
 
 def test_event_times_can_be_datetimes_and_must_be_comparable():
@@ -321,7 +321,7 @@ class Readers:
         self.receive_all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_no_split_is_given_earlier_than_the_drift_allows(data):
     """When a split is given to a task, it is ahead of every unfinished split by at most the drift. All splits are read.

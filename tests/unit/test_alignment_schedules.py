@@ -269,11 +269,11 @@ class Schedules(RuleBasedStateMachine):
 
 
 TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+TestSchedules.settings = settings(max_examples=150, stateful_step_count=40, derandomize=True)
 
 
 @pytest.mark.long
 class TestSchedulesLong(Schedules.TestCase):
     """More and longer schedules."""
 
-    settings = settings(max_examples=1000, stateful_step_count=80, deadline=None)
+    settings = settings(max_examples=1000, stateful_step_count=80)

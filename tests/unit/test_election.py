@@ -609,23 +609,23 @@ class Timely(World):
 
 
 TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestWorld.settings = settings(max_examples=80, stateful_step_count=40)
 TestTimely = Timely.TestCase
-TestTimely.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestTimely.settings = settings(max_examples=80, stateful_step_count=40)
 
 
 @pytest.mark.long
 class TestWorldLong(World.TestCase):
     """More and longer schedules."""
 
-    settings = settings(max_examples=2000, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=2000, stateful_step_count=60)
 
 
 @pytest.mark.long
 class TestTimelyLong(Timely.TestCase):
     """More and longer schedules."""
 
-    settings = settings(max_examples=2000, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=2000, stateful_step_count=60)
 
 
 @pytest.mark.parametrize("session", ["own session", "job's session"])

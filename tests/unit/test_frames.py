@@ -58,7 +58,6 @@ def test_every_kind_survives_encoding_and_decoding(kind, data):
     assert decode(memoryview(encoded)[4:]) == frame
 
 
-@settings(deadline=None)
 @given(frame=frames)
 def test_every_prefix_is_refused(frame):
     """A truncated frame is a `ChannelError`, never a shorter frame and never another exception."""
@@ -118,7 +117,7 @@ def test_a_stream_can_be_cut_anywhere(sent, data):
     assert decoder.pending == 0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     sizes=st.lists(st.sampled_from([0, 1, LARGE - 1, LARGE, LARGE + 1, 3 * LARGE, 2 << 20]), max_size=6),
     pieces=st.lists(st.sampled_from([1, 100, LARGE, 1 << 20]), min_size=1, max_size=9),

@@ -491,9 +491,9 @@ class HandleMachine(RuleBasedStateMachine):
 
 
 TestHandlesUnderRandomFaults = HandleMachine.TestCase
-TestHandlesUnderRandomFaults.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestHandlesUnderRandomFaults.settings = settings(max_examples=100, stateful_step_count=60)
 
 
 @pytest.mark.long
 class TestHandlesUnderRandomFaultsLong(HandleMachine.TestCase):
-    settings = settings(max_examples=1000, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=1000, stateful_step_count=60)

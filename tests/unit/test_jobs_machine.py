@@ -269,12 +269,10 @@ class JobsMachine(RuleBasedStateMachine):
 
 
 TestJobsUnderAnything = JobsMachine.TestCase
-TestJobsUnderAnything.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None
-)
+TestJobsUnderAnything.settings = settings(max_examples=60, stateful_step_count=30, derandomize=True, database=None)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 class TestJobsUnderAnythingAtLength(JobsMachine.TestCase):
-    settings = settings(max_examples=1500, stateful_step_count=50, deadline=None)
+    settings = settings(max_examples=1500, stateful_step_count=50)

@@ -24,7 +24,7 @@ def is_close(found: int, exact: int) -> bool:
     return abs(found - exact) <= exact / 64
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 @given(values=st.lists(micros, min_size=1, max_size=60))
 def test_percentiles_are_exact_within_a_sixty_fourth(values):
     """Each percentile is within 1/64 of the exact nearest-rank percentile.
@@ -39,7 +39,7 @@ def test_percentiles_are_exact_within_a_sixty_fourth(values):
     assert found["p50"] <= found["p95"] <= found["p99"] <= found["max"]
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@settings(derandomize=True, max_examples=50)
 @given(one=st.lists(micros, max_size=20), other=st.lists(micros, max_size=20))
 def test_a_sum_has_all_times(one, other):
     """The sum of two histograms has the percentiles of all their times, even if both histograms were read before."""

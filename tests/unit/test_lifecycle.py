@@ -338,7 +338,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             assert self.lifecycle.close_all() == []
 
 
-LifecycleMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+LifecycleMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 TestLifecycleMachine = LifecycleMachine.TestCase
 
 

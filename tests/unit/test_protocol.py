@@ -328,13 +328,13 @@ class OrderlyProtocol(Protocol):
 
 
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestProtocol.settings = settings(max_examples=150, stateful_step_count=40)
 TestOrderly = OrderlyProtocol.TestCase
-TestOrderly.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestOrderly.settings = settings(max_examples=50, stateful_step_count=40)
 
 
 @pytest.mark.long
 class TestProtocolLong(Protocol.TestCase):
     """Runs many more examples of the same state machine."""
 
-    settings = settings(max_examples=5000, stateful_step_count=80, deadline=None)
+    settings = settings(max_examples=5000, stateful_step_count=80)

@@ -122,7 +122,7 @@ class SplitLogMachine(RuleBasedStateMachine):
 
 
 TestSplitLog = SplitLogMachine.TestCase
-TestSplitLog.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestSplitLog.settings = settings(max_examples=200, stateful_step_count=40)
 
 
 def test_the_enumerator_is_lazy():

@@ -15,7 +15,7 @@ import types
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stagecrew.errors import CoordinationTimeout, OperatorFailed, OperatorMisused, RequestFailed
@@ -28,7 +28,6 @@ from stagecrew.testing import CoordinatorHarness
 SUM = ReducerCall("sum")
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_step_has_all_values_in_any_order(data):
     """In whatever order subtasks reach a step, the step returns all values in the order of the subtasks."""
@@ -44,7 +43,6 @@ def test_a_step_has_all_values_in_any_order(data):
     assert last
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_different_number_of_calls(data):
     """If tasks call `reduce` a different number of times, the error names a subtask that ended too early."""
