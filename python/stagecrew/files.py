@@ -16,6 +16,7 @@ import pyarrow.fs
 __all__ = [
     "address",
     "exists",
+    "expanded",
     "file_system",
     "is_local",
     "is_store",
@@ -48,7 +49,7 @@ def file_system(path: Any, filesystem: pyarrow.fs.FileSystem | None) -> tuple[py
     """The file system of a URI or path, and the path as that file system writes it. A local path becomes absolute."""
     text = str(path)
     if filesystem is None:
-        text = _expanded(text)
+        text = expanded(text)
         try:
             filesystem, text = (
                 pyarrow.fs.FileSystem.from_uri(text) if "://" in text else (pyarrow.fs.LocalFileSystem(), text)
@@ -66,10 +67,10 @@ def file_system(path: Any, filesystem: pyarrow.fs.FileSystem | None) -> tuple[py
     return filesystem, text.rstrip("/")
 
 
-def _expanded(text: str) -> str:
+def expanded(text: str) -> str:
     """Expands ~. Converts a URI with one slash, as Hadoop writes local ones: file:/data."""
     if text.startswith("~"):
-        return str(pathlib.Path(text).expanduser())
+        return os.path.expanduser(text)  # noqa: PTH111 (pathlib raises for a user that does not exist)
     return re.sub(r"^([a-z][a-z0-9+.-]+):/(?!/)", r"\1:///", text)
 
 

@@ -14,6 +14,7 @@ import pytest
 from pyspark import SparkContext, cloudpickle
 from pyspark.sql import functions as f
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.types import CalendarIntervalType, StructType
 
 import stagecrew
 from stagecrew.errors import JobError
@@ -213,6 +214,10 @@ def test_a_map_with_a_wrong_schema_uses_up_no_name(sessions, coordinators):
             stagecrew.errors.OperatorMisused, match="the schema of operator 'o' must be a StructType or"
         ):
             operator.map(frame, work, 7, name="eu")
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="or a text such as 'id long', not 'long'"):
+            operator.map(frame, work, "long", name="eu")
+        with pytest.raises(Exception, match="UNSUPPORTED_DATA_TYPE"):
+            operator.map(frame, work, StructType().add("i", CalendarIntervalType()), name="eu")
         assert coordinators == []
         assert operator.map(frame, work, "id long", name="eu").count() == 2
         assert len(coordinators) == 1

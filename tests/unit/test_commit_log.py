@@ -136,6 +136,17 @@ def test_the_folder_of_a_commit_log_may_contain_links(tmp_path, monkeypatch):
     assert [folder.name for folder in (tmp_path / "near").iterdir()] == ["link"]
 
 
+def test_a_commit_log_in_the_home_folder(tmp_path, monkeypatch):
+    """~ in the path of a commit log is the home folder. A `file:` URI is refused, and creates no folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    commit_log_of("~/log")
+    with pytest.raises(OperatorMisused, match="file:///data/log"):
+        commit_log_of("file:/data/log")
+    assert files(tmp_path) == [] or all(name.startswith("home/") for name in files(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
 def test_a_commit_log_in_an_object_store_is_refused_without_its_secrets():
     """The error for a commit log that is no local folder does not repeat the keys in its address."""
     with pytest.raises(OperatorMisused, match="s3://bucket/log") as refused:

@@ -316,7 +316,9 @@ def test_nulls_in_nested_columns_are_refused_if_the_table_requires_values(tmp_pa
     with (
         contextlib.nullcontext()
         if problem is None
-        else pytest.raises(CommitFailed, match=f"fit .*: {problem} may be null, but the table requires a value")
+        else pytest.raises(
+            CommitFailed, match=f"fit .*: {problem} may contain nulls in nested fields, where the table requires"
+        )
     ):
         commit(sink, trial.commit_log, "c", schema, run)
     with contextlib.closing(load_catalog("default", **properties)) as catalog:

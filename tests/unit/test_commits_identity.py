@@ -78,6 +78,7 @@ def test_a_local_uri_with_one_slash_is_a_local_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for uri in (f"file:{tmp_path}/table", f"file://{tmp_path}/table", f"{tmp_path}/table"):
         assert file_system(uri, None)[1] == f"{tmp_path}/table"
+    assert file_system("~nobody-of-this-name/table", None)[1] == f"{tmp_path}/~nobody-of-this-name/table"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert file_system("~/table", None)[1] == f"{tmp_path}/table"
 

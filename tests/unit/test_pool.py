@@ -251,16 +251,11 @@ def test_a_timer_for_which_no_thread_can_start_is_refused(timers, full):
     assert due.wait(10)
 
 
-@pytest.mark.parametrize("has_timers", [True, False])
-def test_tasks_wait_while_the_process_can_start_no_thread(pool, timers, full, has_timers, caplog):
-    """While no thread can start, `submit` raises no error, and tasks wait. They run as soon as one can start.
-
-    Without the thread of the timers, this is when the next task is submitted.
-    """
-    if has_timers:
-        due = threading.Event()
-        timers.later(0.0, due.set)
-        assert due.wait(10)
+def test_tasks_wait_while_the_process_can_start_no_thread(pool, timers, full, caplog):
+    """While no thread can start, `submit` raises no error, and tasks wait. They run as soon as one can start."""
+    due = threading.Event()
+    timers.later(0.0, due.set)
+    assert due.wait(10)
     full.append(True)
     done = []
     for number in range(5):
@@ -268,9 +263,28 @@ def test_tasks_wait_while_the_process_can_start_no_thread(pool, timers, full, ha
     assert (done, pool._threads) == ([], 0)
     assert caplog.text.count("cannot start a thread, and will try again: can't start new thread") == 1
     full.clear()
-    if not has_timers:
-        pool.submit(lambda: done.append(5))
-    eventually(lambda: done == list(range(5 if has_timers else 6)), 10)
+    eventually(lambda: done == [0, 1, 2, 3, 4], 10)
+
+
+def test_a_pool_without_any_thread_refuses_tasks(pool, full):
+    """If neither the pool nor the timers have a thread, `submit` raises an error, and the task never runs.
+
+    A loop keeps such a call, and makes it together with its next one.
+    """
+    loop, done = Loop("loop", done_with_error, lambda: None, pool=pool), []
+    full.append(True)
+    with pytest.raises(RuntimeError, match="has no thread, and cannot start one"):
+        pool.submit(lambda: done.append("never"))
+    loop.call(done.append, 1)
+    assert (done, pool._threads) == ([], 0)
+    full.clear()
+    loop.call(done.append, 2)
+    eventually(lambda: done == [1, 2], 10)
+    assert loop.end(10)
+
+
+def done_with_error(error):
+    raise error
 
 
 @pytest.mark.parametrize("has_timers", [True, False])

@@ -481,3 +481,19 @@ def test_sums_of_numpys_integers_do_not_overflow_silently(kind):
     assert READY_MADE["sum"]([dtype.type(largest)] * 3) == 3 * largest
     if dtype.itemsize < 8:
         assert READY_MADE["sum"]([np.array([largest, 1], dtype)] * 3).tolist() == [3 * largest, 3]
+
+
+def test_sums_of_mixed_integers_are_exact_and_use_little_memory():
+    """Unsigned integers of several sizes are summed exactly. The sum holds one array, not one for each subtask."""
+    big = 2**60 + 1
+    total = READY_MADE["sum"]([np.array([big], np.uint64), np.array([1], np.uint32), np.array([1], np.uint8)])
+    assert (total.dtype, total.tolist()) == (np.uint64, [big + 2])
+    values = [np.ones(1_000_000, np.int8) for _ in range(20)]
+    tracemalloc.start()
+    try:
+        assert READY_MADE["sum"](values)[0] == 20
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+    assert READY_MADE["sum"]([np.int64(16777217), np.float32(0)]) == 16777217
+    assert READY_MADE["sum"]([np.array([True]), np.array([True]), np.array([0.5])]).tolist() == [2.5]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from stagecrew import Listener
+from stagecrew.coordination.program_path import PLACE
 from stagecrew.errors import ConfigurationError, CoordinatorFailed, NotActive, TopologyError
 from stagecrew.listeners.resolution import LEFT, PROPERTY
 from stagecrew.session.builder import Crew
@@ -156,12 +157,22 @@ def test_a_topology_that_the_driver_refuses_has_not_begun(crew, monkeypatch):
         raise TopologyError("refused")
 
     monkeypatch.setattr(crew.connection.facade, "begin", refuse)
-    with pytest.raises(TopologyError, match="refused"), topology(crew, "a"):
-        raise AssertionError("it has begun")
-    monkeypatch.undo()
-    assert crew.connection.facade.ended == []
-    assert crew.active == ()
-    assert is_in(crew)
+
+    def refused_and_begun():
+        with pytest.raises(TopologyError, match="refused"), topology(crew, "a"):
+            raise AssertionError("it has begun")
+        assert crew.connection.facade.ended == []
+        assert crew.active == ()
+        assert is_in(crew)
+        monkeypatch.undo()
+        with topology(crew, "a") as again:
+            return again.place.path
+
+    token = PLACE.set(None)  # another test may have left a place
+    try:
+        assert refused_and_begun() == "topology=a"  # the refused one is not counted
+    finally:
+        PLACE.reset(token)
 
 
 @pytest.mark.parametrize("name", [5, None, ""])

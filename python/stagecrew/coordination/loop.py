@@ -78,7 +78,11 @@ class Loop:
             if self._is_scheduled:
                 return
             self._is_scheduled = True
-        self._pool.submit(self._run)
+        try:
+            self._pool.submit(self._run)
+        except RuntimeError:  # the process can start no thread; the next call tries again
+            with self._lock:
+                self._is_scheduled = False
 
     @property
     def is_current(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from stagecrew.coordination.bound_function import BoundFunction
 from stagecrew.errors import OperatorMisused, TopologyError
@@ -121,25 +121,25 @@ class Operator:
             CoordinatorFailed: A coordinator of the topology has failed.
         """
         from pyspark.sql import functions as f
+        from pyspark.sql.pandas.types import to_arrow_schema
         from pyspark.sql.types import StructType
 
         if not hasattr(dataset, "mapInArrow"):
             raise OperatorMisused(f"operator {self.name!r} maps a DataFrame, not {type(dataset).__name__}")
         # Spark would refuse the schema only after the use is created.
-        if isinstance(schema, str):
-            schema = cast("StructType", StructType.fromDDL(schema))
-        elif not isinstance(schema, StructType):
+        parsed: Any = StructType.fromDDL(schema) if isinstance(schema, str) else schema
+        if not isinstance(parsed, StructType):
             raise OperatorMisused(
-                f"the schema of operator {self.name!r} must be a StructType or a text such as 'id long', not "
-                f"{type(schema).__name__}"
+                f"the schema of operator {self.name!r} must be a StructType or a text such as 'id long', not {schema!r}"
             )
+        to_arrow_schema(parsed, timezone="UTC")
         bound = self.bound(work, subtask=SUBTASK, name=name)
 
         def mapped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             rows: Iterator[pa.RecordBatch] = evaluate(bound, work, batches)
             return rows
 
-        return dataset.withColumn(SUBTASK, f.spark_partition_id()).mapInArrow(mapped, schema)
+        return dataset.withColumn(SUBTASK, f.spark_partition_id()).mapInArrow(mapped, parsed)
 
     def bind(self, work: Callable[..., R], name: str | None = None) -> Callable[..., R]:
         """Binds a function for all other entry points of PySpark, such as UDFs, `applyInPandas` and RDDs.

@@ -32,6 +32,8 @@ _log = logging.getLogger("stagecrew")
 #: How many uses that ended before their topology keep their progress.
 _MAX_ENDED: Final = 100
 
+#: How long a reset waits for evaluations that are ending, in seconds.
+_END_OF_EVALUATIONS: Final = 2.0
 #: The maximum length of an error's text for a task. The log and the cause contain the whole text.
 _MAX_TEXT: Final = 1000
 
@@ -273,6 +275,7 @@ class Operators:
             self._checkpoints.last_id = max(self._checkpoints.last_id, restored.id)
         for binding in bindings:
             assert host is not None
+            _await_end_of_evaluations(binding)
             id_, state, subtasks = restored.of(binding.key)
             host.reset(binding, id_, state, self._close_timeout(), subtasks)
 
@@ -340,6 +343,18 @@ class Operators:
                 )  # fmt: skip
             if host is not None:
                 host.remove(binding, reason)
+
+
+def _await_end_of_evaluations(binding: Binding) -> None:
+    """Waits a moment for live evaluations, if they would make a reset fail the topology.
+
+    After an action, the losing attempts of speculation, or attempts that Spark has abandoned, may still be ending.
+    """
+    coordinator = binding.instance.coordinator
+    if coordinator is not None and coordinator._live_reset_problem:
+        deadline = time.monotonic() + _END_OF_EVALUATIONS
+        while binding.live and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def _short(error: BaseException) -> str:

@@ -120,7 +120,8 @@ class Pool:
     def submit(self, task: Callable[[], None]) -> None:
         """Runs a task on one of the pool's threads. An exception that it raises is logged. Thread-safe.
 
-        If no thread can start, the task waits until one can.
+        If no other thread can start, the task waits until one can. Raises `RuntimeError` if the pool has no thread at
+        all.
         """
         gate: threading.Lock | None = None
         reader: Reader | None = None
@@ -141,8 +142,10 @@ class Pool:
             gate.release()
         elif reader is not None:
             reader.wake()
-        elif is_new:
-            self._add_thread()
+        elif is_new and not self._add_thread():
+            with self._lock, contextlib.suppress(ValueError):
+                self._ready.remove(task)
+            raise RuntimeError(f"thread pool {self._name} has no thread, and cannot start one")
 
     def set_reader(self, reader: Reader | None) -> None:
         """Makes an idle thread read this reader instead of the previous one."""
@@ -193,19 +196,24 @@ class Pool:
         if is_blocked:
             self._add_thread()
 
-    def _add_thread(self) -> None:
-        """Starts a thread that was counted. If the process can have no more threads, tries again later."""
+    def _add_thread(self) -> bool:
+        """Starts a thread that was counted. If the process can have no more threads, tries again later.
+
+        Returns whether the pool has a thread, or tries again.
+        """
         try:
             threading.Thread(target=self._work, name=f"{self._name}-{next(self._numbers)}", daemon=True).start()
         except RuntimeError as error:
             with self._lock:
                 self._threads -= 1
                 self._grow_later()
+                goes_on = self._threads > 0 or self._is_growing
             if not self._is_full:
                 _log.warning("thread pool %s cannot start a thread, and will try again: %s", self._name, error)
             self._is_full = True
-        else:
-            self._is_full = False
+            return goes_on
+        self._is_full = False
+        return True
 
     def _has_work(self) -> bool:
         return bool(self._ready)

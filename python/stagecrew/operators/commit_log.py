@@ -20,7 +20,7 @@ import pyarrow.fs
 
 from stagecrew.bounded import Bounded
 from stagecrew.errors import CommitFailed, CommitSuperseded, CommitUnknown, OperatorMisused
-from stagecrew.files import address, make_folder, sync
+from stagecrew.files import address, expanded, make_folder, sync
 from stagecrew.observability.error_summary import error_text
 from stagecrew.operators.commit_records import Record
 
@@ -274,10 +274,12 @@ def commit_log_of(given: Any) -> CommitLog:
 
     Raises `OperatorMisused` for anything else.
     """
-    if isinstance(given, (str, os.PathLike)) and os.fspath(given) and "://" not in os.fsdecode(given):
-        return FileCommitLog(os.fsdecode(given))
+    if isinstance(given, (str, os.PathLike)):
+        given = expanded(os.fsdecode(given))
+        if given and "://" not in given:
+            return FileCommitLog(given)
     if isinstance(given, type) or not all(callable(getattr(given, name, None)) for name in ("read", "write")):
-        shown = address(os.fsdecode(given)) if isinstance(given, (str, os.PathLike)) else given
+        shown = address(given) if isinstance(given, str) else given
         raise OperatorMisused(
             f"commit_log={shown!r} is neither a folder on a local disk nor a commit log: pass a path, "
             "FileCommitLog(path), or an object with the methods read and write"

@@ -254,7 +254,7 @@ class _Call:
     ) -> None:
         """Records the abort, then deletes the staged data. Never raises, so that the caller gets the original error."""
         try:
-            aborted = opened | {"state": States.ABORTED, "reason": str(error)[:1000]}
+            aborted = opened | {"state": States.ABORTED, "reason": error_text(error)[:1000]}
             self.commit_log.write(self.commit_id, aborted, version)
         except CommitFailed:
             pass  # another driver wrote the record, or no record was written: no driver will commit this run

@@ -146,25 +146,63 @@ def _shape(value: Any) -> Any:
     return getattr(value, "shape", None) or None
 
 
-def _elementwise(numbers: Callable[[Any, Any], Any], arrays: str, arrow: str) -> Callable[[Sequence[Any]], Any]:
-    """A reducer of numbers, of numpy arrays with the ufunc `arrays`, and of Arrow arrays with the function `arrow`."""
+def _sum(values: Sequence[Any]) -> Any:
+    """Sums numbers, numpy arrays or Arrow arrays. A sum of booleans is the number of true ones.
+
+    Integers do not overflow silently: scalars become Python's integers, and numpy's arrays get 64 bits.
+    """
+    first = values[0]
+    if isinstance(first, pa.Array | pa.ChunkedArray):
+        import pyarrow.compute as pc
+
+        if pa.types.is_boolean(first.type):
+            values = [value.cast(pa.int64()) for value in values]
+        return functools.reduce(pc.add_checked, values)
+    if _kind(first) == "numpy array":
+        return _numpy_sum(values)
+    if _kind(first) != "number":
+        raise OperatorFailed(
+            f"no sum of {_kind(first)}: numbers, numpy and Arrow arrays have one; use 'concat' or a function"
+        )
+    if all(_has_kind(value, "biu") for value in values):
+        return sum(map(int, values))
+    return functools.reduce(_add, [int(value) if _has_kind(value, "b") else value for value in values])
+
+
+def _numpy_sum(values: Sequence[Any]) -> Any:
+    np = _numpy()
+    common = np.result_type(*values)
+    if common.kind not in "biu":
+        return _reduced_in_place(
+            np.add, [value.astype("int64") if value.dtype.kind == "b" else value for value in values]
+        )
+    result = values[0].astype("uint64" if common.kind == "u" else "int64")
+    for other in values[1:]:
+        np.add(result, other, out=result)
+    return result
+
+
+def _has_kind(value: Any, kinds: str) -> bool:
+    """Whether a number has one of these kinds of numpy: b (boolean), i or u (integer)."""
+    if type(value).__module__ == "numpy":
+        return _numpy().asarray(value).dtype.kind in kinds
+    return isinstance(value, bool) or ("i" in kinds and isinstance(value, int))
+
+
+def _extreme(choose: Callable[[Any, Any], Any], arrays: str, arrow: str) -> Callable[[Sequence[Any]], Any]:
+    """The minimum or the maximum.
+
+    Uses the ufunc `arrays` for numpy arrays, and the function `arrow` for Arrow arrays.
+    """
 
     def reduce(values: Sequence[Any]) -> Any:
-        if numbers is _add:
-            values = [_summable(value) for value in values]
         if isinstance(values[0], pa.Array | pa.ChunkedArray):
             import pyarrow.compute as pc
 
-            return functools.reduce(
-                _nan_first(getattr(pc, arrow)) if numbers is not _add else getattr(pc, arrow), values
-            )
+            return functools.reduce(_nan_first(getattr(pc, arrow)), values)
         if _kind(values[0]) == "numpy array":
             return _reduced_in_place(getattr(_numpy(), arrays), values)
-        if _kind(values[0]) != "number" and numbers is _add:
-            raise OperatorFailed(
-                f"no sum of {_kind(values[0])}: numbers, numpy and Arrow arrays have one; use 'concat' or a function"
-            )
-        return functools.reduce(numbers, values)
+        return functools.reduce(_nan_or(choose), values)
 
     return reduce
 
@@ -194,21 +232,6 @@ def _nan_first(choose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         return found
 
     return chosen
-
-
-def _summable(value: Any) -> Any:
-    """Converts booleans to numbers, and numpy's integers to wider ones.
-
-    numpy would add two booleans as "or", and Arrow does not add them. numpy's small integers would overflow silently;
-    `numpy.sum` also widens them.
-    """
-    if isinstance(value, pa.Array | pa.ChunkedArray):
-        return value.cast(pa.int64()) if pa.types.is_boolean(value.type) else value
-    if type(value).__module__ == "numpy" and (dtype := _numpy().asarray(value).dtype).kind in "biu":
-        if not value.shape:
-            return int(value)
-        return value if dtype.itemsize == 8 else value.astype("int64")
-    return int(value) if isinstance(value, bool) else value
 
 
 def _reduced_in_place(ufunc: Any, values: Sequence[Any]) -> Any:
@@ -255,8 +278,8 @@ def _numpy() -> ModuleType:
 
 
 READY_MADE: Final[dict[str, Callable[[Sequence[Any]], Any]]] = {
-    "sum": _elementwise(_add, "add", "add_checked"),
-    "min": _elementwise(_nan_or(min), "minimum", "min_element_wise"),
-    "max": _elementwise(_nan_or(max), "maximum", "max_element_wise"),
+    "sum": _sum,
+    "min": _extreme(min, "minimum", "min_element_wise"),
+    "max": _extreme(max, "maximum", "max_element_wise"),
     "concat": _concat,
 }

@@ -162,19 +162,20 @@ class SplitCoordinator(Coordinator):
     def _on_split(self) -> bool:
         """Records that the enumerator has yielded a split. Returns whether the request has time to read ahead."""
         self._waiting_since = now = time.monotonic()
-        return now - self._request_began < min(_MAX_READ_AHEAD, self._enumerator_timeout / 4)
+        # All subtasks may be waiting for this request: together, their requests take at most half of the timeout.
+        share = self._enumerator_timeout / (2 * max(2, self._subtasks or 0))
+        return now - self._request_began < min(_MAX_READ_AHEAD, share)
 
     def _release_held(self) -> None:
         """Replies to held requests for which a split may be assigned now, or that were held long enough."""
         assert self._watermarks is not None
-        now = time.monotonic()
         for id_, held in list(self._held.items()):
             try:
                 split = self._split_at(held.evaluation, held.index, held.host, self._watermarks)
             except Exception as error:  # it concerns this request, not the one that released it
                 held.reply.set_exception(error)
             else:
-                if split == HELD and now < held.until:
+                if split == HELD and time.monotonic() < held.until:
                     continue
                 held.reply.set_result(split)
             del self._held[id_]

@@ -113,7 +113,7 @@ class Crew:
         Raises:
             ListenerError: An element of `listeners` is not a listener.
             ListenerError: A listener cannot be pickled.
-            ConfigurationError: `jvm_listeners` or `release` is wrong.
+            ConfigurationError: `name`, `jvm_listeners` or `release` is wrong.
             NotActive: The session has stopped.
 
         Examples:

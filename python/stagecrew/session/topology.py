@@ -131,23 +131,21 @@ class Topology(TopologyOperators):
             self._connection.context, self.id, self.name, None if outer is None else outer.id,
             self._listeners, self._jvm_listeners, release=self.release,
         )  # fmt: skip
-        self.place = Place(outer_place, "topology", self.name)
-        self._state = "active"
-        self._topologies.add(self)
         has_begun = False
         try:
             self._connection.begin(self.name, description)
             has_begun = True
             for listener in self._listeners:
                 listener._stagecrew.note_registration(f"topology {self.name!r}", self.id)
+            self.place = Place(outer_place, "topology", self.name)
             self.operators.begin_in(self.place)
+            self._state = "active"
+            self._topologies.add(self)
             self._topologies.enter(self)
             PLACE.set(self.place)
         except BaseException as error:
-            if isinstance(error, Exception) and not has_begun:  # the driver refused it
-                self._state = "new"
-                self._topologies.remove(self)
-            else:  # for example Ctrl-C: Python calls no `__exit__`
+            if has_begun or not isinstance(error, Exception):  # for example Ctrl-C: Python calls no `__exit__`
+                self._state = "active"
                 with contextlib.suppress(Exception):
                     self._end_once(cancel=True)
             raise

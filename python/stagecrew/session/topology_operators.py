@@ -7,10 +7,11 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from stagecrew.coordination.operators import COMMIT, Operators
 from stagecrew.errors import OperatorMisused, TopologyError
+from stagecrew.observability.error_summary import error_text
 from stagecrew.session.active_topologies import TopologyNode
 from stagecrew.session.running_job import running_job
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from stagecrew.session.connection import PluginConnection
 
 __all__ = ["TopologyOperators"]
+
+#: The maximum length of the reason for which Spark cancels jobs.
+_MAX_TEXT: Final = 1000
 
 
 class TopologyOperators(TopologyNode):
@@ -379,7 +383,8 @@ class TopologyOperators(TopologyNode):
 
         def cancel() -> None:
             with contextlib.suppress(Exception):  # the session may be stopping, which also cancels the jobs
-                self._connection.cancel(self.id, f"a coordinator of topology {self.name!r} failed: {cause!r}")
+                text = error_text(cause)[:_MAX_TEXT]
+                self._connection.cancel(self.id, f"a coordinator of topology {self.name!r} failed: {text}")
 
         # In its own thread, because a call to the JVM must not block the coordinator or hold a lock.
         threading.Thread(target=cancel, name="stagecrew-fail", daemon=True).start()

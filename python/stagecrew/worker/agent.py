@@ -18,12 +18,12 @@ from typing import Any, Final
 from stagecrew.errors import ChannelError, ListenerError
 from stagecrew.listeners.listener import Listener
 from stagecrew.listeners.resource import opened_value, registering
-from stagecrew.observability.error_summary import error_text, format_message_first
+from stagecrew.observability.error_summary import error_text, format_message_first, shorten_error
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import Frame
 from stagecrew.worker import fork_safety
 from stagecrew.worker.descriptions import decode_description, lifetime_of
-from stagecrew.worker.hooks import CalledHooks
+from stagecrew.worker.hooks import ERROR_LENGTH, CalledHooks
 from stagecrew.worker.lifecycle import Lifecycle, TopologyDescription
 from stagecrew.worker.sampling import FIRST_SAMPLE, Sampler, configured
 
@@ -48,6 +48,8 @@ class Agent:
         self._hooks = CalledHooks(channel)
         self._lifecycle = Lifecycle(self._hooks)
         self._ends, self._interruptible = False, True
+        #: Whether this is a child that user code forked.
+        self._is_forked = False
         self._sampler = Sampler("agent")
         seconds, _ = configured() or (None, "")
         #: The seconds between two samples of this process (None if sampling is off), and the time of the next sample.
@@ -57,6 +59,7 @@ class Agent:
 
     def forked(self) -> None:
         """Called in a child that user code forked. The listeners, the channel and the handler belong to the parent."""
+        self._is_forked = True
         fork_safety.default_signals([signal.SIGTERM], self._signalled)
         self._hooks.forked()
         self._lifecycle.disown()
@@ -126,7 +129,9 @@ class Agent:
         except _AskedToEnd:
             raise
         except BaseException as error:  # a listener may call sys.exit
-            body["error"] = format_message_first(error)
+            if self._is_forked and not isinstance(error, Exception):
+                raise  # a child that `open` forked ends
+            body["error"] = shorten_error(format_message_first(error), ERROR_LENGTH)
             self._lifecycle.close(frame["topology"])
         self._channel.send("OPENED", topology=frame["topology"], body=json.dumps(body), blobs=blobs)
 

@@ -14,6 +14,9 @@ from stagecrew.worker.task_gateway import Bound, TaskGateway
 
 __all__ = ["PARTITION", "evaluate"]
 
+#: The maximum length of an error's text for the driver.
+_MAX_TEXT: Final = 8000
+
 #: Used instead of a column name: the subtask is the task's partition id. Empty partitions also have a subtask.
 PARTITION: Final = ""
 
@@ -45,7 +48,7 @@ def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
     try:
         result = work(gateway, *args)
     except BaseException as error:
-        gateway._finish("failed", error_text(error))
+        gateway._finish("failed", error_text(error)[:_MAX_TEXT])
         raise
     if hasattr(result, "__next__"):
         rows = _iterate(gateway, result)
@@ -63,7 +66,7 @@ def _iterate(gateway: TaskGateway, rows: Iterator[Any]) -> Iterator[Any]:
         gateway._finish("abandoned", "Spark needed no more of its rows")
         raise
     except BaseException as error:
-        gateway._finish("failed", error_text(error))
+        gateway._finish("failed", error_text(error)[:_MAX_TEXT])
         raise
     gateway._finish("finished", "")
 

@@ -162,7 +162,7 @@ class TaskGateway:
             The reply.
 
         Raises:
-            RequestFailed: The coordinator raised an exception, which is the cause.
+            RequestFailed: The coordinator raised an exception. It is the cause, if this process can import its class.
             CoordinationTimeout: No reply came in time. The message says whether the request was sent; if it was, the
                 coordinator may have handled it.
             EvaluationEnded: The evaluation has ended, or Spark has killed its attempt.

@@ -88,6 +88,7 @@ class DataSourcePartitions:
         from pyspark.sql.conversion import LocalDataToArrowConversion
         from pyspark.sql.pandas.types import to_arrow_schema
 
+        in_order = _Order(self.schema.fieldNames())
         arrow_schema = to_arrow_schema(self.schema, timezone="UTC")
         rows = iter(self._reader.read(split[1]))  # type: ignore[arg-type]
         while some := list(itertools.islice(rows, _ROWS)):
@@ -102,22 +103,31 @@ class DataSourcePartitions:
                         yield batch
                 else:  # as Spark converts them: a time without a zone is in this host's zone
                     yield from LocalDataToArrowConversion.convert(
-                        list(map(self._in_order, part)), self.schema, False
+                        list(map(in_order, part)), self.schema, False
                     ).to_batches()
 
-    def _in_order(self, row: Any) -> Any:
-        """Returns the values of a named row in the order of the schema. Other rows have this order."""
+
+class _Order:
+    """Orders the values of named rows like the names of a schema. Rows without names have this order already."""
+
+    def __init__(self, names: list[str]) -> None:
         from pyspark.sql import Row
 
-        if not isinstance(row, Row) or not hasattr(row, "__fields__"):
+        self._names, self._row = names, Row
+        self._positions: dict[tuple[str, ...], list[int]] = {}
+
+    def __call__(self, row: Any) -> Any:
+        if not isinstance(row, self._row) or not hasattr(row, "__fields__"):
             return row
-        names = self.schema.fieldNames()
-        if set(row.__fields__) != set(names):
-            raise OperatorFailed(
-                f"the reader yielded a row with the fields {', '.join(row.__fields__)}, but the schema has "
-                f"{', '.join(names)}: yield rows of this schema"
-            )
-        return tuple(row[name] for name in names)
+        fields = tuple(row.__fields__)
+        if (positions := self._positions.get(fields)) is None:
+            if set(fields) != set(self._names):
+                raise OperatorFailed(
+                    f"the reader yielded a row with the fields {', '.join(fields)}, but the schema has "
+                    f"{', '.join(self._names)}: yield rows of this schema"
+                )
+            positions = self._positions[fields] = [fields.index(name) for name in self._names]
+        return tuple([row[position] for position in positions])
 
 
 def _columns(schema: pa.Schema) -> str:

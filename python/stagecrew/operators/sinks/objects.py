@@ -164,7 +164,7 @@ def read_committed(path: Any, filesystem: pyarrow.fs.FileSystem | None = None) -
     manifests = list(_manifests(found, inner))
     if not manifests:
         raise FileNotFoundError(f"no commit was found in {inner}. Check the path, or commit with an ObjectSink first")
-    schema = schema_of(manifests[0]["schema"])
+    schema = nullable_schema(schema_of(manifests[0]["schema"]))
     files = [f"{inner}/{file}" for manifest in manifests for file in manifest["files"]]
     return pyarrow.dataset.dataset(files, schema=schema, filesystem=found, format="parquet")
 

@@ -116,6 +116,18 @@ def open_first(
 
 
 def _require_fit(staging: Staging, schema: pa.Schema, table: str) -> None:
+    nested = [
+        field.name
+        for field in staging.schema
+        if field.name in schema.names
+        and type_text(field.type) == type_text(schema.field(field.name).type)
+        and may_lack_value(field.with_nullable(False), schema.field(field.name))
+    ]
+    if nested:  # a reader could not combine the files
+        raise CommitFailed(
+            f"the dataset does not fit {table}: {nested[0]} may contain nulls in nested fields, which the files there "
+            "do not allow. Write to another table"
+        )
     if (error := differing(staging.schema, schema, table)) is not None:
         raise error
 
@@ -223,7 +235,7 @@ def differing(schema: pa.Schema, table: pa.Schema, what: str, required: bool = F
             if name in theirs and ours[name] != theirs[name]
         ),
         *(
-            f"{name} may be null, but the table requires a value (coalesce makes a column that is never null)"
+            f"{name} {_lacking(schema.field(name), table.field(name))}"
             for name in ours
             if required and ours[name] == theirs.get(name) and may_lack_value(schema.field(name), table.field(name))
         ),
@@ -231,3 +243,9 @@ def differing(schema: pa.Schema, table: pa.Schema, what: str, required: bool = F
     if not problems:
         return None
     return CommitFailed(f"the dataset does not fit {what}: {'; '.join(problems)}. Select and cast its columns first")
+
+
+def _lacking(field: pa.Field, required: pa.Field) -> str:
+    if field.nullable and not required.nullable:
+        return "may be null, but the table requires a value (coalesce makes a column that is never null)"
+    return "may contain nulls in nested fields, where the table requires values (transform can replace them)"

@@ -72,13 +72,15 @@ class JobReconciler:
     * A job that has ended is cleaned up once its process has exited. The process is killed after `_LINGER` seconds.
     * For an ending job, the process of its run is killed. A second process then finishes the decided commits.
     * A job whose cancellation was requested starts ending.
-    * A job whose process is alive is left alone.
+    * A job whose process is alive is left alone. If its run has ended without a result, and the process still lives
+      after `_LINGER` seconds, because its JVM hangs, the process is killed.
     * A job that has lost `max_attempts` runs starts ending.
     * Any other job is run, if no process of an earlier leader runs it, and fewer than `at_once` processes are running.
 
-    If there is no room for all processes, ending jobs come first, then the jobs that were submitted first. A pass reads
-    only the open jobs, so its cost does not grow with the number of cleaned-up jobs. With `keep`, it also removes a few
-    of the jobs that ended more than `keep` seconds ago.
+    One process may finish the commits of an ending job beyond `at_once`. If there is no room for all processes, ending
+    jobs come first, then the jobs that were submitted first. A pass reads only the open jobs, so its cost does not grow
+    with the number of cleaned-up jobs. With `keep`, it also removes a few of the jobs that ended more than `keep`
+    seconds ago.
     """
 
     def __init__(
@@ -359,7 +361,6 @@ class JobReconciler:
             raise
         except Exception as error:
             _log.warning(
-                "old jobs could not be removed; the leader will retry in %g s: %s: %s",
-                _PRUNE_PERIOD, type(error).__name__, error,
+                "old jobs could not be removed; the leader will retry in %g s: %s", _PRUNE_PERIOD, error_text(error),
             )  # fmt: skip
         self._prune, self._next_prune = None, self._clock() + _PRUNE_PERIOD

@@ -110,22 +110,25 @@ def finish_commits(handles: StateHandleStore, ending: bool, retry_timeout: float
     not be finished, the others are finished first; then this raises the first error, such as `CommitPending`.
     """
     deadline = time.monotonic() + retry_timeout
-    retry_rounds(lambda last: list(_finish_all(handles, ending, deadline, last)), retry_timeout)
+    warned: set[str] = set()
+    retry_rounds(lambda last: list(_finish_all(handles, ending, deadline, last, warned)), retry_timeout)
 
 
-def _finish_all(handles: StateHandleStore, ending: bool, deadline: float, last: bool) -> Iterator[Exception]:
+def _finish_all(
+    handles: StateHandleStore, ending: bool, deadline: float, last: bool, warned: set[str]
+) -> Iterator[Exception]:
     remaining = deadline - time.monotonic()
     for name in retry_until(handles.names, "a run waits for the list of its job's commits", remaining):
         try:
-            _finish(handles, name, ending, deadline, last)
+            _finish(handles, name, ending, deadline, last, warned)
         except CommitConflict as error:
             _log.warning("commit %r was decided, but can never be finished: %s", name, error)
         except Exception as error:
-            _log.warning("commit %r could not be finished: %s: %s", name, type(error).__name__, error)
+            _log.warning("commit %r could not be finished: %s", name, error_text(error))
             yield error
 
 
-def _finish(handles: StateHandleStore, name: str, ending: bool, deadline: float, last: bool) -> None:
+def _finish(handles: StateHandleStore, name: str, ending: bool, deadline: float, last: bool, warned: set[str]) -> None:
     """Finishes one commit. In the last round, an undecided commit is aborted even if its sink does not respond."""
     record, pickled = _decode(name, handles.get(name).data)
     try:
@@ -133,7 +136,11 @@ def _finish(handles: StateHandleStore, name: str, ending: bool, deadline: float,
     except Exception:
         if record["state"] in (States.OPEN, States.DECIDED):
             raise
-        _log.warning("commit %r has ended, but its sink cannot be unpickled to delete staged rows", name, exc_info=True)
+        if name not in warned:
+            warned.add(name)
+            _log.warning(
+                "commit %r has ended, but its sink cannot be unpickled to delete staged rows", name, exc_info=True
+            )
         return
     commit_log = StoredCommitLog(handles, sink, deadline - time.monotonic())
     if not resume(sink, commit_log, name) and ending:

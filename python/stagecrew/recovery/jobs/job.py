@@ -139,6 +139,7 @@ class Job:
             ConfigurationError: The name is empty or has a slash.
             StateStorageError: The result could not be stored for ten minutes.
             StoreError: The store was unavailable for ten minutes.
+            RecordUnreadable: Another version of stagecrew stored the step, or its bytes are damaged.
         """
         place = Place(current_path(), "step", _checked_name(name))
         key = path_key(place)
@@ -171,6 +172,7 @@ class Job:
             ConfigurationError: The name is empty or has a slash, or the id is not a non-negative integer.
             StateStorageError: The result could not be stored for ten minutes.
             StoreError: The store was unavailable for ten minutes.
+            RecordUnreadable: Another version of stagecrew stored the batch, or its bytes are damaged.
         """
         if not isinstance(batch_id, int) or batch_id < 0:
             raise ConfigurationError(

@@ -326,7 +326,7 @@ class Candidate:
         elif error is not None and type(error) is not type(self.error):
             unexpected = not isinstance(error, StagecrewError)
             _log.warning(
-                "the candidate cannot use the coordination store, and tries again: %s: %s", type(error).__name__, error,
+                "the candidate cannot use the coordination store, and tries again: %s", error_text(error),
                 exc_info=unexpected,
             )  # fmt: skip
         self.error = error

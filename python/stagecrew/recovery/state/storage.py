@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.fs
 
 from stagecrew.errors import ConfigurationError, StateCorrupt, StateStorageError
-from stagecrew.files import address, file_system, is_local, is_store, quoted, sync
+from stagecrew.files import address, expanded, file_system, is_local, is_store, quoted, sync
 
 __all__ = ["Reference", "StateStorage", "StoredState"]
 
@@ -64,7 +64,7 @@ class StateStorage:
     """
 
     def __init__(self, uri: str | os.PathLike[str], filesystem: pyarrow.fs.FileSystem | None = None) -> None:
-        text = os.fspath(uri)
+        text = expanded(os.fspath(uri))
         self._where = address(text) if "://" in text else text
         if not text:
             raise ConfigurationError(

@@ -19,9 +19,10 @@ private[stagecrew] abstract class ThreadLoop(name: String) extends Loop {
     try { loop.schedule((() => Log.contained(s"a call in loop $name")(f)): Runnable, ms, TimeUnit.MILLISECONDS); () }
     catch { case _: RejectedExecutionException => () }
 
-  /** Runs a call repeatedly, also after an error that `Log.contained` throws. */
+  /** Runs a call repeatedly, also after a fatal error such as OutOfMemoryError. */
   protected def every(ms: Long)(action: String)(f: => Unit): Unit =
-    schedule(ms)(try Log.contained(action)(f) finally every(ms)(action)(f))
+    loop.scheduleWithFixedDelay(() => try Log.contained(action)(f) catch { case error: Throwable =>
+      try Log.log.error(s"$action failed", error) catch { case _: Throwable => () } }, ms, ms, TimeUnit.MILLISECONDS)
 
   private val ending = new AtomicBoolean(false)
   private val ended = new CountDownLatch(1)

@@ -125,7 +125,7 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
         deleteLeftBlocks(leftBlocks)
       }, pool).orTimeout(settings.closeTimeoutMs, TimeUnit.MILLISECONDS).whenComplete((_, error) => inLoop {
         if (error != null) topology.unclosed += "the driver is still deleting partitions"
-        confirmUnpersisted(topology, caches)
+        if (error != null) close(topology) else confirmUnpersisted(topology, caches) // late: executors count the blocks
       })
     }
 

@@ -74,8 +74,7 @@ private[stagecrew] final class ExecutorReports(crew: ExecutorCrew) {
   def release(topology: String): java.util.concurrent.CompletableFuture[Deletions] = {
     val releasing = partitions.release(topology, releases.remove(topology).getOrElse(Map.empty))
     // The driver unpersists cached datasets, but it may be lost.
-    if (partitions.awaitsUnpersist(topology))
-      schedule(ExecutorCrew.RememberMs)(partitions.expireUnpersisted(topology))
+    if (partitions.awaitsUnpersist(topology)) schedule(ExecutorCrew.RememberMs)(partitions.expireUnpersisted(topology))
     releasing
   }
 

@@ -56,12 +56,13 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
 
   private def describe(link: Link, topology: String): Unit = descriptions.known(topology) match {
     case None => link.send("REFUSED", s"topology $topology is unknown on executor $executor")
-    case Some(description) if executorListeners.needsOpen(description) && executorListeners.of(topology).isEmpty =>
-      link.send("REFUSED", s"the agent of executor $executor was lost after the task had begun; run the task again")
     case Some(description) =>
-      processes.addTopology(link, topology)
-      val opened = executorListeners.of(topology).map(_.agent).getOrElse(Opened()())
-      link.send("TOPOLOGY", topology, description.body, description.blobs, opened.body, opened.values)
+      processes.addTopology(link, topology) // first, so that this process is told if the agent is lost from now on
+      val open = executorListeners.of(topology)
+      val opened = open.fold(Opened()())(_.agent)
+      if (open.isEmpty && executorListeners.needsOpen(description))
+        link.send("REFUSED", s"the agent of executor $executor was lost after the task had begun; run the task again")
+      else link.send("TOPOLOGY", topology, description.body, description.blobs, opened.body, opened.values)
   }
 
   override def disconnected(link: Link): Unit =

@@ -28,8 +28,7 @@ final class JvmListeners(
   def open(): Unit = try {
     entries.foreach { entry =>
       val listener = within(entry, "the constructor", settings.openTimeoutMs,
-        ". Its class must be in a jar of the executors, and have a public constructor without parameters")(
-        instance(entry))
+        ". Its class must be in a jar of the executors, with a public constructor without parameters")(instance(entry))
       count(entry)(c => c.copy(opens = c.opens + 1))
       opened = opened :+ (entry -> listener)
       callHook(entry, "open", settings.openTimeoutMs)(listener.open(context))
