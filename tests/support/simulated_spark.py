@@ -21,7 +21,7 @@ import types
 import pyarrow as pa
 from pyspark import SparkContext, TaskContext
 from pyspark.sql import Row, SparkSession, functions
-from pyspark.sql.types import LongType, StringType, StructField, StructType
+from pyspark.sql.types import DataType, LongType, StringType, StructField, StructType
 
 from stagecrew.coordination import operators
 from stagecrew.coordination.host import Host
@@ -179,6 +179,12 @@ class Executor:
         self.scheduler.point(f"after {frame.kind} to a task", switches=False)
 
 
+def parsed_schema(text):
+    """Reads a schema as Spark's JVM does, for the few types that programs use."""
+    pairs = [field.split() for field in text.split(",")]
+    return StructType([StructField(name, TYPES[type_]) for name, type_ in pairs])
+
+
 class Dataset:
     """Simulates a DataFrame. Each action computes the partitions again with `make(number)`.
 
@@ -187,8 +193,7 @@ class Dataset:
 
     def __init__(self, spark, count, make, schema):
         self.spark, self.partitions, self.make = spark, count, make
-        pairs = [field.split() for field in schema.split(",")]
-        self.schema = StructType([StructField(name, TYPES[type_]) for name, type_ in pairs])
+        self.schema = parsed_schema(schema) if isinstance(schema, str) else schema
 
     def withColumn(self, name, _):  # only for `spark_partition_id()`; the schema stays as it is
         def make(number):
@@ -319,6 +324,7 @@ def process(scheduler, log, coordinators):
             (SparkContext, "_active_spark_context", spark),
             (SparkSession, "getActiveSession", lambda: spark),
             (functions, "spark_partition_id", lambda: None),
+            (DataType, "fromDDL", parsed_schema),
             (TaskContext, "get", lambda: CURRENT.task),
             (evaluations, "connected", lambda _: spark.executor),
             (task_gateway, "_FLUSH_DELAY", -1.0),  # the gateway sends messages immediately, not in a thread

@@ -19,6 +19,7 @@ from stagecrew.errors import (
     SessionLost,
     StoreConflict,
 )
+from stagecrew.observability.error_summary import error_text
 from stagecrew.operators.commit_log import ENDED_STATES
 from stagecrew.operators.commit_records import States, checked
 from stagecrew.operators.commits import abandon, resume
