@@ -1,4 +1,4 @@
-"""What a leader does with jobs whose processes hang, wait for room, or cannot read stored bytes."""
+"""A leader and jobs whose processes hang, wait for room, or cannot read stored bytes."""
 
 from __future__ import annotations
 

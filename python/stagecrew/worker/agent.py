@@ -136,7 +136,7 @@ class Agent:
         self._channel.send("OPENED", topology=frame["topology"], body=json.dumps(body), blobs=blobs)
 
     def _values(self, topology: TopologyDescription, body: dict[str, Any], blobs: list[bytes], room: int) -> None:
-        """Adds the pickled values of the open listeners, as far as there is room for them in a frame.
+        """Adds the pickled values of the open listeners that fit into a frame together.
 
         A worker gets the values in one frame together with the topology's description.
         """

@@ -57,7 +57,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
   private def describe(link: Link, topology: String): Unit = descriptions.known(topology) match {
     case None => link.send("REFUSED", s"topology $topology is unknown on executor $executor")
     case Some(description) =>
-      processes.addTopology(link, topology) // first, so that this process is told if the agent is lost from now on
+      processes.addTopology(link, topology) // first, so that this process gets CLOSE if the agent is lost from now on
       val open = executorListeners.of(topology)
       val opened = open.fold(Opened()())(_.agent)
       if (open.isEmpty && executorListeners.needsOpen(description))
