@@ -58,9 +58,8 @@ def read_event_log(log: str) -> dict[str, Any]:
         ConfigurationError: Spark is not installed here.
     """
     command = [found_spark_submit(), *_LOCAL, "--class", _CLASS, "--conf", "spark.log.level=ERROR", jar_path(), log]
-    environment = {
-        key: value for key, value in os.environ.items() if key != "SPARK_REMOTE"
-    }  # with it, spark-submit refuses --master
+    # With SPARK_REMOTE, spark-submit refuses --master.
+    environment = {key: value for key, value in os.environ.items() if key != "SPARK_REMOTE"}
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

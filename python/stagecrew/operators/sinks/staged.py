@@ -116,19 +116,9 @@ def open_first(
 
 
 def _require_fit(staging: Staging, schema: pa.Schema, table: str) -> None:
-    nested = [
-        field.name
-        for field in staging.schema
-        if field.name in schema.names
-        and type_text(field.type) == type_text(schema.field(field.name).type)
-        and may_lack_value(field.with_nullable(False), schema.field(field.name))
-    ]
-    if nested:  # a reader could not combine the files
-        raise CommitFailed(
-            f"the dataset does not fit {table}: {nested[0]} may contain nulls in nested fields, which the files there "
-            "do not allow. Write to another table"
-        )
-    if (error := differing(staging.schema, schema, table)) is not None:
+    # A column may be null. A reader could not combine files whose nested fields differ in this.
+    columns = pa.schema([field.with_nullable(False) for field in staging.schema])
+    if (error := differing(columns, schema, table, required=True)) is not None:
         raise error
 
 

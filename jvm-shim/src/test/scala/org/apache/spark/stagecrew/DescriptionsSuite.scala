@@ -26,6 +26,17 @@ class DescriptionsSuite extends AnyFunSuite {
     Frames.encode("DESCRIPTION", id, description.body, description.blobs)
   }
 
+  /** Holds the replies to a fixture's requests. The first latch opens at a request; the second one releases the reply. */
+  private def holdReplies(f: Fixture): (CountDownLatch, CountDownLatch) = {
+    val (requested, replied) = (new CountDownLatch(1), new CountDownLatch(1))
+    f.answer = frame => {
+      requested.countDown()
+      replied.await(60, TimeUnit.SECONDS)
+      described(frame.text("topology"))
+    }
+    (requested, replied)
+  }
+
   private def ended(id: String): Array[Byte] = Frames.encode("DESCRIPTION", id, "", Vector.empty)
 
   test("an executor requests the description of a topology once") {
@@ -70,12 +81,7 @@ class DescriptionsSuite extends AnyFunSuite {
 
   test("a reply that arrives after the topology closed here is not cached, even if its task was killed") {
     val f = new Fixture
-    val (requested, replied) = (new CountDownLatch(1), new CountDownLatch(1))
-    f.answer = frame => {
-      requested.countDown()
-      replied.await(60, TimeUnit.SECONDS)
-      described(frame.text("topology"))
-    }
+    val (requested, replied) = holdReplies(f)
     val task = new Thread(() => try { f.descriptions.describe("t"); () } catch { case _: InterruptedException => () })
     task.start()
     assert(requested.await(10, TimeUnit.SECONDS))
@@ -98,12 +104,7 @@ class DescriptionsSuite extends AnyFunSuite {
 
   test("a task gets the reply even if the task that sent the request was killed") {
     val f = new Fixture
-    val (requested, replied) = (new CountDownLatch(1), new CountDownLatch(1))
-    f.answer = frame => {
-      requested.countDown()
-      replied.await(60, TimeUnit.SECONDS)
-      described(frame.text("topology"))
-    }
+    val (requested, replied) = holdReplies(f)
     val first = new Thread(() => try { f.descriptions.describe("t"); () } catch { case _: InterruptedException => () })
     first.start()
     assert(requested.await(10, TimeUnit.SECONDS))
