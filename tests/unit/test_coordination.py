@@ -120,18 +120,19 @@ class World:
         self.binding.begin()
         self.host.add(self.binding)
 
-    def receive(self, kind, executor="1", **fields):
+    def receive(self, kind, executor="1", route=None, **fields):
         """Makes the host receive a frame from an executor."""
-        self.host.received(executor, encode(kind, **fields))
+        self.host.received(executor, encode(kind, **fields), route)
 
-    def ready(self, evaluation, subtask=0, executor="1", attempt=None):
+    def ready(self, evaluation, subtask=0, executor="1", attempt=None, route=None):
         self.receive(
-            "READY", executor, evaluation=evaluation, binding="b", subtask=subtask, attempt=attempt or evaluation,
-            number=0, stage=1, partition=7, stage_attempt=0, partitions=8,
+            "READY", executor, route, evaluation=evaluation, binding="b", subtask=subtask,
+            attempt=attempt or evaluation, number=0, stage=1, partition=7, stage_attempt=0, partitions=8,
         )  # fmt: skip
 
-    def events(self, evaluation, first, *events):
-        self.receive("EVENTS", evaluation=evaluation, first=first, payloads=[pack(event, LIMIT) for event in events])
+    def events(self, evaluation, first, *events, executor="1"):
+        payloads = [pack(event, LIMIT) for event in events]
+        self.receive("EVENTS", executor, evaluation=evaluation, first=first, payloads=payloads)
 
     def finish(self, evaluation, sequence, outcome="finished"):
         self.receive("FINISH", evaluation=evaluation, sequence=sequence, outcome=outcome, reason="r")
@@ -240,12 +241,72 @@ def test_the_slower_of_two_attempts_fails_without_a_reset(world):
     assert [call[:2] for call in world.take_calls()] == [("ready", 1), ("ready", 2), ("finished", 1), ("failed", 2)]
 
 
-def test_an_attempt_that_begins_before_the_loss_of_another_causes_no_reset(world):
-    """An attempt that begins before another one is lost causes no reset, because both were live at the same time."""
+@pytest.mark.parametrize("end", ["ended", "executor lost", "connection lost", "finished"])
+def test_a_retry_on_another_executor_that_overtakes_the_end_of_the_first_attempt(world, end):
+    """The frames of two executors may arrive in any order. The new attempt begins after the end of the first one."""
+    route = "1" if end != "connection lost" else types.SimpleNamespace(executor="1")
+    world.ready(1, route=route)
+    world.ready(2, executor="2")
+    world.events(2, 1, "a", executor="2")
+    assert world.take_calls() == [("ready", 1)]
+    ((asked, frame),) = world.wire.sent
+    assert (asked, frame.kind, frame["evaluation"]) == (route, "ASK_LIVE", 1)
+    if end == "ended":
+        world.receive("ENDED", evaluation=1, outcome="failed", reason="killed")
+    elif end == "finished":
+        world.finish(1, 1)
+    elif end == "executor lost":
+        world.host.lost("1", "killed")
+    else:
+        world.host.lost_route(route, "killed")
+    ended = ("finished", 1) if end == "finished" else ("failed", 1, "killed")
+    assert world.take_calls() == [ended, ("subtask_reset", 0, -1), ("ready", 2), ("handle_event", 2, "a")]
+
+
+@pytest.mark.parametrize("reply", ["LIVE", "none"])
+def test_a_speculative_attempt_on_another_executor_begins_without_a_reset(world, reply):
+    """The executor of the first attempt replies that it is live. If it does not reply, nothing waits for it for long."""
     world.ready(1)
     world.ready(2, executor="2")
-    world.host.lost("1", "executor 1 is lost")
-    assert [call[:2] for call in world.take_calls()] == [("ready", 1), ("ready", 2), ("failed", 1)]
+    world.ready(3, executor="2")
+    assert world.take_calls() == [("ready", 1)]
+    if reply == "LIVE":
+        world.receive("LIVE", evaluation=1)
+    else:
+        world.now = world.host.due()
+        world.host.expire()
+    assert world.take_calls() == [("ready", 2), ("ready", 3)]
+    assert world.host.due() is None
+    world.receive("ENDED", evaluation=1, outcome="failed", reason="another attempt succeeded")
+    assert world.take_calls() == [("failed", 1, "another attempt succeeded")]
+
+
+@pytest.mark.parametrize("loss", ["executor", "connection"])
+def test_an_attempt_that_is_lost_before_it_begins(world, loss):
+    """An attempt that waits to begin, and whose executor or connection is lost, does not reach the coordinator."""
+    route = "2" if loss == "executor" else types.SimpleNamespace(executor="2")
+    world.ready(1)
+    world.ready(2, executor="2", route=route)
+    if loss == "executor":
+        world.host.lost("2", "killed")
+    else:
+        world.host.lost_route(route, "killed")
+    world.receive("ENDED", evaluation=1, outcome="failed", reason="r")
+    assert world.take_calls() == [("ready", 1), ("failed", 1, "r")]
+
+
+def test_attempts_that_wait_begin_in_order_and_may_end_before_they_begin(world):
+    """A second retry that was announced while the first one waited begins after it, with a reset of its own."""
+    world.ready(1)
+    world.ready(2, executor="2")
+    world.ready(2, executor="2")  # a frame that arrives twice
+    world.receive("ENDED", executor="2", evaluation=2, outcome="failed", reason="killed too")
+    world.ready(3, executor="3")
+    world.receive("ENDED", evaluation=1, outcome="failed", reason="killed")
+    assert world.take_calls() == [
+        ("ready", 1), ("failed", 1, "killed"), ("subtask_reset", 0, -1), ("ready", 2), ("failed", 2, "killed too"),
+        ("subtask_reset", 0, -1), ("ready", 3),
+    ]  # fmt: skip
 
 
 def test_an_evaluation_that_ended_before_its_ready_is_ignored(world):

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from stagecrew.coordination.beginnings import Beginnings
 from stagecrew.coordination.binding_checkpoints import BindingCheckpoints
 from stagecrew.coordination.delivery import Delivery
 from stagecrew.coordination.liveness import Liveness
 from stagecrew.coordination.statistics_reporter import StatisticsReporter
 from stagecrew.errors import ChannelClosed, ChannelError, CheckpointFailed, OperatorFailed
 from stagecrew.wire import hops
-from stagecrew.wire.frames import Frame, decode_all
+from stagecrew.wire.frames import Frame, decode_all, encode
 
 if TYPE_CHECKING:
     from stagecrew.coordination.binding import Binding
@@ -42,6 +43,7 @@ class Host:
         self._ack_timeout, self._clock = ack_timeout, clock
         self._lock = threading.Lock()
         self._liveness = Liveness(transport, self._lock, limit, ack_timeout, clock)
+        self._beginnings = Beginnings(clock)
         self._delivery = Delivery(transport, limit, clock, self._liveness.fail)
         self._checkpoints = BindingCheckpoints(transport, self._lock)
         self._reporter = StatisticsReporter(clock, ack_timeout)
@@ -147,11 +149,15 @@ class Host:
         """Handles frames of evaluations on this executor. `route` is the direct connection from which they came."""
         for frame in decode_all(frames):
             self._handle(executor, frame, executor if route is None else route)
+        if self._beginnings:
+            self._begin_waiting()
         self.transport.flush()
 
     def lost(self, executor: str, reason: str) -> None:
         """Handles the loss of an executor, with every evaluation on it."""
         self._liveness.end_executor(executor, reason)
+        self._beginnings.drop(lambda waiting: waiting.executor == executor)
+        self._begin_waiting()
 
     def is_lost(self, executor: str) -> bool:
         """Whether this executor was lost."""
@@ -160,6 +166,8 @@ class Host:
     def lost_route(self, route: Route, reason: str) -> None:
         """Handles the loss of a direct connection, with every evaluation that used it."""
         self._liveness.end_route(route, reason)
+        self._beginnings.drop(lambda waiting: waiting.route is route)
+        self._begin_waiting()
 
     def broken(self, reason: str) -> None:
         """Handles a broken connection to the executors: fails every topology that has bindings."""
@@ -170,18 +178,36 @@ class Host:
             owner.fail(ChannelClosed(reason))
 
     def due(self) -> float | None:
-        """The next acknowledgement deadline, or None."""
-        return self._liveness.next_deadline()
+        """The next deadline: of an acknowledgement, or of an evaluation that waits to begin. None if nothing waits."""
+        deadlines = (self._liveness.next_deadline(), self._beginnings.due)
+        return min((due for due in deadlines if due is not None), default=None)
 
     def expire(self) -> None:
         """Fails attempts whose executor did not acknowledge an event in time. Call this only if no frame arrived."""
+        if self._beginnings:
+            self._begin_waiting()
         if self._liveness.expire():
             self.transport.flush()
 
+    def _begin_waiting(self) -> None:
+        """Begins the evaluations that need not wait any more, and handles their frames."""
+        for waiting in self._beginnings.take(self._liveness.is_live):
+            ready, *frames = waiting.frames
+            self._liveness.begin(waiting.executor, ready, waiting.route)
+            for frame in frames:
+                self._handle(waiting.executor, frame, waiting.route)
+
     def _handle(self, executor: str, frame: Frame, route: Route) -> None:
         id_ = frame["evaluation"]
+        if self._beginnings and self._beginnings.keep(frame):
+            return
         if frame.kind == "READY":
-            self._liveness.begin(executor, frame, route)
+            if earlier := self._liveness.earlier_elsewhere(frame, route):
+                self._beginnings.add(executor, frame, route, {other for other, _ in earlier})
+                for other, its_route in earlier:
+                    self.transport.send(its_route, encode("ASK_LIVE", evaluation=other))
+            else:
+                self._liveness.begin(executor, frame, route)
             return
         if frame.kind == "ENDED":
             self._liveness.end(id_, frame["outcome"], frame["reason"])
@@ -205,6 +231,8 @@ class Host:
         elif frame.kind == "ACCEPTED":
             if (due := live.gateway.acknowledge(frame["sequence"])) is not None:
                 binding.statistics.acknowledgements.add(self._clock() - due + self._ack_timeout)
+        elif frame.kind == "LIVE":
+            self._beginnings.confirm(id_)
         elif frame.kind == "OVERFLOWED":
             self._liveness.fail(id_, frame["reason"])
         else:

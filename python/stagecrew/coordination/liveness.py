@@ -66,7 +66,24 @@ class Liveness:
             binding, live = known
             return binding, binding.instance, live
 
+    def is_live(self, id_: int) -> bool:
+        """Whether this evaluation is live."""
+        with self._lock:
+            return id_ in self._live
+
     # -- Begin and end of evaluations
+
+    def earlier_elsewhere(self, ready: Frame, route: Route) -> list[tuple[int, Route]]:
+        """The live evaluations of this subtask whose frames arrive on another route, with their routes."""
+        with self._lock:
+            binding = self.bindings.get(ready["binding"])
+            if binding is None or ready["subtask"] < 0 or not binding.seen >> ready["subtask"] & 1:
+                return []
+            return [
+                (live.evaluation.id, live.gateway.route)
+                for live in binding.live.values()
+                if live.evaluation.subtask == ready["subtask"] and live.gateway.route != route
+            ]
 
     def begin(self, executor: str, frame: Frame, route: Route) -> None:
         """Handles the beginning of an evaluation. Calls `subtask_reset` if its subtask begins again, then `ready`."""

@@ -108,6 +108,9 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "ENDED": (74, (("evaluation", "q"), ("outcome", "s"), ("reason", "s"))),
     # The task has no room to send: it asks for a HANDLED frame.
     "ASK_HANDLED": (75, (("evaluation", "q"),)),
+    # The coordinator asks the executor for a LIVE frame, if the evaluation has not ended.
+    "ASK_LIVE": (76, (("evaluation", "q"),)),
+    "LIVE": (77, (("evaluation", "q"),)),
     "FROM": (96, (("executor", "s"), ("frames", "b"))),
     "TO": (97, (("executor", "s"), ("frames", "b"))),
     "LOST": (98, (("executor", "s"), ("reason", "s"))),

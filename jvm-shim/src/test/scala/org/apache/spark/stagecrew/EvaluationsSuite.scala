@@ -116,6 +116,14 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     assert(sentToDriver.map(_.text("outcome")) == Seq("abandoned"))
   }
 
+  test("the driver can ask whether an evaluation is live, and gets no reply after ENDED") {
+    workerSends(ready(1, 1), ready(2, 2))
+    evaluations.attemptEnded(1, Some("killed"))
+    takeKinds(sentToDriver)
+    driverSends(Frames.encode("ASK_LIVE", 1L), Frames.encode("ASK_LIVE", 2L))
+    assert(sentToDriver.map(frame => (frame.kind, frame.long("evaluation"))) == Seq(("LIVE", 2)))
+  }
+
   test("the worker of an abandoned evaluation is notified, because it may wait for an event") {
     workerSends(ready(1, 1))
     evaluations.attemptEnded(1, None)

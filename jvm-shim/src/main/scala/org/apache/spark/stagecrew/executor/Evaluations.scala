@@ -129,6 +129,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       if (isLast) synchronized(byId -= evaluation.id)
       evaluation.link.write(Frames.withLength(frame))
       Hops.passed("executor-written", frame)
+    case "ASK_LIVE" => replies.add(evaluation.route, "LIVE", evaluation.id) // if it has ended, ENDED was sent
     case other => throw new FrameException(s"the driver does not send $other to an evaluation")
   }
 

@@ -67,6 +67,8 @@ object Frames {
     Kind("ABORT", 73, "evaluation" -> 'q', "reason" -> 's'),
     Kind("ENDED", 74, "evaluation" -> 'q', "outcome" -> 's', "reason" -> 's'),
     Kind("ASK_HANDLED", 75, "evaluation" -> 'q'),
+    Kind("ASK_LIVE", 76, "evaluation" -> 'q'),
+    Kind("LIVE", 77, "evaluation" -> 'q'),
     Kind("FROM", 96, "executor" -> 's', "frames" -> 'b'),
     Kind("TO", 97, "executor" -> 's', "frames" -> 'b'),
     Kind("LOST", 98, "executor" -> 's', "reason" -> 's'),
