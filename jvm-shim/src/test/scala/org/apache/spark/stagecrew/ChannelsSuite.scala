@@ -5,11 +5,12 @@ import java.nio.ByteBuffer
 import java.nio.file.{Files, Path}
 import java.nio.file.attribute.PosixFilePermissions
 import java.util.concurrent.{ConcurrentLinkedQueue, CountDownLatch}
-import java.util.concurrent.atomic.AtomicInteger
+import java.util.concurrent.atomic.{AtomicBoolean, AtomicInteger}
 import org.apache.spark.SparkConf
 import org.scalatest.funsuite.AnyFunSuite
 import scala.jdk.CollectionConverters._
 import scala.util.Random
+import org.apache.spark.stagecrew.executor.ExecutorCrew
 import org.apache.spark.stagecrew.wire.{Channels, Frame, FrameException, Frames, Link, LinkHandler}
 
 /** The server of channels, with real Unix sockets and real ports. Whatever one connection sends, the server keeps
@@ -23,6 +24,8 @@ class ChannelsSuite extends AnyFunSuite {
     val ends = new AtomicInteger
     val frames = new ConcurrentLinkedQueue[String]()
     @volatile var last: Link = _
+    /** Each BEGIN waits for this. */
+    @volatile var continues = new CountDownLatch(0)
     override def connected(link: Link): Unit = {
       last = link
       connections.incrementAndGet()
@@ -30,6 +33,7 @@ class ChannelsSuite extends AnyFunSuite {
     }
     override def received(link: Link, frame: Frame): Unit = {
       frames.add(frame.kind)
+      if (frame.kind == "BEGIN") continues.await()
       if (frame.kind == "BEGIN") link.send("CLOSED", frame.long("attempt").toString)
       if (frame.kind == "GOODBYE") throw new FrameException("the handler refuses it")
       if (frame.kind == "DESCRIBE") throw new StackOverflowError("on purpose") // fatal, as an OutOfMemoryError
@@ -61,13 +65,15 @@ class ChannelsSuite extends AnyFunSuite {
   private def onEach(name: String, timeoutMs: Long = TimeoutMs)(body: Server => Any): Unit =
     Seq("unix", "tcp").foreach(kind => test(s"$name ($kind)")(withServer(kind, timeoutMs)(body)))
 
-  private def withServer(kind: String, timeoutMs: Long = TimeoutMs)(body: Server => Any): Unit = {
+  private def withServer(
+      kind: String, timeoutMs: Long = TimeoutMs,
+      newThread: (String, Runnable) => Thread = ExecutorCrew.daemon(_).newThread(_))(body: Server => Any): Unit = {
     val folder = Files.createTempDirectory("channels",
       PosixFilePermissions.asFileAttribute(PosixFilePermissions.fromString("rwx------")))
     val settings = new Settings(new SparkConf(false).set(Settings.Channel, kind)
       .set(Settings.ChannelTimeout, s"${timeoutMs}ms").set(Settings.MaxFrame, "64k"))
     val echo = new Echo
-    val channels = new Channels(() => folder.toFile, settings, "1.0", "executor 1", () => "welcome", echo)
+    val channels = new Channels(() => folder.toFile, settings, "1.0", "executor 1", () => "welcome", echo, newThread)
     try body(new Server(channels, echo, kind)) finally channels.close()
     assert(!Files.exists(folder))
     eventually(assert(echo.connections.get == echo.ends.get))
@@ -290,6 +296,38 @@ class ChannelsSuite extends AnyFunSuite {
     client.close()
     eventually(assert(server.echo.ends.get == 1))
     server.known()
+  }
+
+  onEach("frames that a process sent before it ended are handled, although writes to it have failed") { server =>
+    val client = server.known()
+    server.echo.continues = new CountDownLatch(1)
+    client.send(Frames.encode("BEGIN", 1L))
+    eventually(assert(server.echo.frames.size == 2)) // the other one is that of `known`
+    client.send((1 to 3).map(_ => Frames.encode("END", 1L)).reduce(_ ++ _))
+    client.close()
+    (1 to 20).foreach { _ =>
+      server.echo.last.send("CLOSED", "x") // with TCP, the second write fails at the earliest
+      Thread.sleep(5)
+    }
+    server.echo.continues.countDown()
+    eventually(assert(server.echo.ends.get == 1))
+    assert(server.echo.frames.asScala.toSeq == Seq("BEGIN", "BEGIN", "END", "END", "END"))
+  }
+
+  Seq("unix", "tcp").foreach { kind =>
+    test(s"if no thread can be started for a connection, it is refused, and later ones are served ($kind)") {
+      val fails = new AtomicBoolean(false)
+      def newThread(name: String, run: Runnable): Thread = {
+        if (fails.getAndSet(false)) throw new OutOfMemoryError("unable to create native thread")
+        ExecutorCrew.daemon(name).newThread(run)
+      }
+      withServer(kind, newThread = newThread) { server =>
+        val good = server.known()
+        fails.set(true)
+        assert(server.client().refused())
+        server.stillServes(good)
+      }
+    }
   }
 
   onEach("an interrupt of a thread that sends does not break the link") { server =>

@@ -58,7 +58,7 @@ final class ExecutorCrew(
   /** Created when the first bound function connects. */
   @volatile private[stagecrew] var evaluations = Option.empty[Evaluations]
 
-  private val lock = new Object
+  private val lock, evaluationsLock = new Object // the second one is held while the driver is looked up
   private var server = Option.empty[Channels]
   @volatile private var driverLost = false
 
@@ -70,7 +70,7 @@ final class ExecutorCrew(
 
   // -- The channel to Python processes
 
-  private[stagecrew] def startEvaluations(): Evaluations = lock.synchronized {
+  private[stagecrew] def startEvaluations(): Evaluations = evaluationsLock.synchronized {
     if (evaluations.isEmpty) evaluations = Some(
       Evaluations.start(executor, settings, attempts, if (settings.directConnections) addressFile.toString else ""))
     evaluations.get

@@ -18,12 +18,12 @@ final class Link(channel: WritableByteChannel, hello: Frame, reader: FrameReader
   val role: String = hello.text("role")
   val pid: Long = hello.long("pid")
 
-  /** Sends one frame. If the connection is broken, closes it, and the thread that reads it ends. */
+  /** Sends one frame. If the connection is broken, the thread that reads it ends after the last frame. */
   def send(kind: String, values: Any*): Unit = write(Frames.encode(kind, values: _*))
 
   /** Sends bytes that consist of frames with their length prefixes. Never waits. */
   def write(frames: Array[Byte]): Unit =
-    try channel.write(ByteBuffer.wrap(frames)) catch { case _: IOException => close() }
+    try channel.write(ByteBuffer.wrap(frames)) catch { case _: IOException => () }
 
   private[stagecrew] def read(limit: Int): Frame = reader.read(limit)
   private[stagecrew] def readBytes(limit: Int): Array[Byte] = reader.readBytes(limit)
@@ -55,14 +55,14 @@ trait LinkHandler {
  * event log in local mode.
  */
 final class Channels(newFolder: () => File, settings: Settings, version: String, owner: String, welcome: () => String,
-    handler: LinkHandler) {
+    handler: LinkHandler, newThread: (String, Runnable) => Thread = ExecutorCrew.daemon(_).newThread(_)) {
   import Channels._
 
   private val token: String = Handshake.random(32).map(b => f"${b & 0xff}%02x").mkString
   private val address = ChannelAddress.open(settings.channel, newFolder)
   private val connections = ConcurrentHashMap.newKeySet[LinkChannel]()
   /** The strangers, oldest first. If there are too many, the oldest is closed. Guarded by itself. */
-  private val strangers = new Bounded[Long, LinkChannel](MaxStrangers)((_, connection) => closeQuietly(connection))
+  private val strangers = new Bounded[Long, LinkChannel](MaxStrangers)((_, connection) => connection.close())
   private val deadlines = Executors.newSingleThreadScheduledExecutor(ExecutorCrew.daemon("stagecrew-deadlines"))
   private val warnings = new LimitedWarnings
   @volatile private var closed = false
@@ -76,21 +76,22 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
     Files.write(file, Json.write(body).getBytes(StandardCharsets.UTF_8))
   } catch { case error: Throwable => address.close(); throw error }
 
-  thread("stagecrew-accept") {
-    while (!closed) {
-      try {
-        val connection = new LinkChannel(address.server.accept())
-        connections.add(connection)
-        val number = numbers.incrementAndGet()
-        strangers.synchronized(strangers(number) = connection)
-        thread(s"stagecrew-link-$number")(serve(number, connection))
-      } catch {
-        case _: ClosedChannelException if closed => ()
-        case NonFatal(error) =>
-          warnings.warn(s"the channel of $owner could not accept a connection: $error")
-          Thread.sleep(AcceptPauseMs)
-      }
+  newThread("stagecrew-accept", () => while (!closed) {
+    try accept(new LinkChannel(address.server.accept())) catch {
+      case _: ClosedChannelException if closed => ()
+      case error: Throwable => // also an OutOfMemoryError, because no thread can be started now
+        try warnings.warn(s"the channel of $owner could not accept a connection: $error")
+        catch { case _: Throwable => () }
+        Thread.sleep(AcceptPauseMs)
     }
+  }).start()
+
+  private def accept(connection: LinkChannel): Unit = {
+    val number = numbers.incrementAndGet()
+    connections.add(connection)
+    strangers.synchronized(strangers(number) = connection)
+    try newThread(s"stagecrew-link-$number", () => serve(number, connection)).start()
+    catch { case error: Throwable => release(number, connection); throw error }
   }
 
   private def serve(number: Long, connection: LinkChannel): Unit = try {
@@ -101,7 +102,7 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
         val reason = Option(error.getMessage).getOrElse("its proof was late, or there were too many strangers")
         if (!closed) warnings.warn(s"a connection to the channel of $owner was refused: $reason")
         None
-    } finally strangers.synchronized(strangers.remove(number))
+    }
     accepted.foreach { link =>
       try {
         handler.connected(link)
@@ -111,7 +112,10 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
         case NonFatal(error) => Log.log.warn(s"closed the connection to $link: ${error.getMessage}")
       } finally Log.contained(s"handling the end of $link")(handler.disconnected(link))
     }
-  } finally { // also after a fatal error: otherwise the process at the other end would wait for replies
+  } finally release(number, connection) // also after a fatal error: otherwise the process would wait for replies
+
+  private def release(number: Long, connection: LinkChannel): Unit = {
+    strangers.synchronized(strangers.remove(number))
     connections.remove(connection)
     Log.contained("closing a connection")(connection.release())
   }
@@ -143,7 +147,7 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
     closed = true
     address.close()
     deadlines.shutdownNow()
-    connections.forEach(closeQuietly(_))
+    connections.forEach(_.close())
   }
 }
 
@@ -156,8 +160,4 @@ object Channels {
 
   private val AcceptPauseMs = 50L // a failure, such as too many open files, may last
   private val numbers = new AtomicLong
-
-  private def closeQuietly(connection: LinkChannel): Unit = try connection.close() catch { case _: IOException => () }
-
-  private def thread(name: String)(body: => Unit): Unit = ExecutorCrew.daemon(name).newThread(() => body).start()
 }

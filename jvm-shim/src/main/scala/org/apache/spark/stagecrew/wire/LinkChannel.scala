@@ -3,8 +3,7 @@ package wire
 
 import java.io.IOException
 import java.nio.ByteBuffer
-import java.nio.channels.{ByteChannel, CancelledKeyException, ClosedChannelException, SelectionKey, Selector}
-import java.nio.channels.SocketChannel
+import java.nio.channels._
 import java.util.ArrayDeque
 
 /**
@@ -16,6 +15,9 @@ import java.util.ArrayDeque
  *
  * The unsent bytes are bounded, because a process has credit for a limited number of events, and may have a limited
  * number of messages that are not handled.
+ *
+ * A process that ends may have sent frames that are not read yet. So after a write has failed, the thread that reads
+ * still gets all bytes that have arrived.
  */
 final class LinkChannel(val socket: SocketChannel) extends ByteChannel {
   import LinkChannel._
@@ -51,12 +53,12 @@ final class LinkChannel(val socket: SocketChannel) extends ByteChannel {
   }
 
   private def sendUnsent(): Unit = unsent.synchronized(if (!unsent.isEmpty) {
-    while (!unsent.isEmpty && send(unsent.peek)) unsent.poll()
+    try while (!unsent.isEmpty && send(unsent.peek)) unsent.poll() catch { case _: IOException => () }
     if (unsent.isEmpty) changeKey(key.interestOpsAnd(~SelectionKey.OP_WRITE))
   })
 
   /** Returns whether the socket had room for all bytes. */
-  private def send(buffer: ByteBuffer): Boolean = {
+  private def send(buffer: ByteBuffer): Boolean = try {
     val end = buffer.limit()
     do {
       buffer.limit(math.min(end, buffer.position() + PieceBytes))
@@ -64,6 +66,11 @@ final class LinkChannel(val socket: SocketChannel) extends ByteChannel {
     } while (!buffer.hasRemaining && buffer.position() < end)
     buffer.limit(end)
     !buffer.hasRemaining
+  } catch { case error: IOException =>
+    unsent.clear()
+    // Later writes fail, too. If the process still reads, it sees the end.
+    try socket.shutdownOutput() catch { case _: IOException => close() }
+    throw error
   }
 
   private def changeKey(change: => Unit): Unit =
@@ -72,7 +79,7 @@ final class LinkChannel(val socket: SocketChannel) extends ByteChannel {
   override def isOpen: Boolean = socket.isOpen
 
   /** Closes the connection, and ends a read. The socket itself is closed when the reading thread calls `release`. */
-  override def close(): Unit = try socket.close() finally selector.wakeup()
+  override def close(): Unit = try socket.close() catch { case _: IOException => () } finally selector.wakeup()
 
   /** Closes everything. Called by the reading thread. */
   def release(): Unit = try close() finally selector.close()
