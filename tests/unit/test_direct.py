@@ -226,6 +226,35 @@ def test_a_connection_that_ends_fails_its_evaluations_and_is_made_again(
     assert world.host.named("broken") == world.host.named("lost") == []
 
 
+def test_a_failed_connection_is_made_again_and_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an executor on this host refuses direct connections, the driver tries again, with growing pauses."""
+    monkeypatch.setattr(connections_module, "_RECONNECT_PAUSE", 0.05)
+    pauses = []
+    later = connections_module.TIMERS.later
+    monkeypatch.setattr(
+        connections_module.TIMERS, "later", lambda seconds, f: pauses.append(seconds) or later(seconds, f)
+    )
+    world.announce()
+    for _ in range(3):
+        greet(world.executor, executor="a process that is still starting")
+    greet(world.executor, executor="1")
+    world.request()
+    assert pauses == [0.05, 0.1, 0.2]
+    assert world.channel._directs._reconnects == {}
+
+
+def test_a_second_announcement_replaces_a_planned_connection(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If an executor announces itself before the driver connects again, the driver connects only once."""
+    monkeypatch.setattr(connections_module, "_RECONNECT_PAUSE", 0.5)
+    world.connect()
+    world.executor.accepted.pop().close()
+    eventually(lambda: world.channel._directs._reconnects)
+    world.connect()
+    world.executor.listening.settimeout(1)
+    with pytest.raises(TimeoutError):
+        world.executor.accept()
+
+
 def test_a_lost_executor_is_fenced(world: World) -> None:
     """After Spark has lost an executor, nothing of it arrives any more, and the driver does not connect again."""
     world.connect()
@@ -301,6 +330,18 @@ def test_close_ends_every_connection_and_thread(tmp_path: Path) -> None:
         assert eventually(lambda server=server: server.accepted[-1].recv(1 << 16) == b"")
     assert not {t for t in set(threading.enumerate()) - before if t.name.startswith("stagecrew-co")}
     world.close()
+
+
+def test_close_waits_for_a_thread_that_is_sending(world: World) -> None:
+    """No descriptor is closed while a thread writes to it. Otherwise the thread could write to another file."""
+    route = world.connect()
+    with world.channel._sending:
+        closing = threading.Thread(target=world.channel.close)
+        closing.start()
+        closing.join(0.5)
+        assert route.fileno() != -1
+    closing.join(10)
+    assert route.fileno() == -1
 
 
 def test_a_connection_that_is_made_while_the_channel_closes_is_closed(

@@ -278,7 +278,7 @@ class DriverChannel:
         for thread in (self._thread, self._reporter):
             if threading.current_thread() is not thread:
                 thread.join(5)
-        with self._reading, self._waking:  # no thread is polling these descriptors or writing to them
+        with self._reading, self._sending, self._waking:  # no thread is polling these descriptors or writing to them
             if self._closed:
                 return
             self._closed = True

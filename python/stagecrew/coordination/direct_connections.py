@@ -9,6 +9,7 @@ import select
 import threading
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Final, Protocol
 
 from stagecrew.coordination.direct import DirectConnection
@@ -21,8 +22,10 @@ __all__ = ["DirectConnections"]
 
 _log = logging.getLogger("stagecrew")
 
-#: The pause before the driver connects again to an executor that has closed a direct connection, in seconds.
+#: The pauses before the driver connects again to an executor on its host, in seconds: the first one, and the longest.
+#: Each is twice the one before.
 _RECONNECT_PAUSE: Final = 1.0
+_LONGEST_PAUSE: Final = 60.0
 
 
 class Reader(Protocol):
@@ -63,22 +66,42 @@ class DirectConnections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def connect(self, executor: str, address_file: str) -> None:
-        """Connects to an executor in the background, if it is on this host."""
-        ASYNC_CALLS.submit(partial(self._connect, executor, address_file))
+    def connect(self, executor: str, address_file: str, next_pause: float | None = None) -> None:
+        """Connects to an executor in the background, if it is on this host.
 
-    def _connect(self, executor: str, address_file: str) -> None:
-        if self._ended.is_set() or self._reader.is_lost(executor):
+        If this fails, tries again after `next_pause` seconds; by default after the first pause.
+        """
+        self._cancel_reconnect(executor)  # otherwise two connections could be made, and one would replace the other
+        pause = _RECONNECT_PAUSE if next_pause is None else next_pause
+        ASYNC_CALLS.submit(partial(self._connect, executor, address_file, pause))
+
+    def _connect(self, executor: str, address_file: str, pause: float) -> None:
+        if self._is_unwanted(executor):
             return
         try:
             self._pending.append(DirectConnection(executor, address_file))
         except ChannelError as error:
             _log.debug("executor %s is reached through the driver's JVM: %s", executor, error)
+            if Path(address_file).exists():  # otherwise the executor is on another host
+                self._connect_later(executor, address_file, pause)
             return
         if self._ended.is_set():
             self._close_pending()
         else:
             self._reader.wake()
+
+    def _is_unwanted(self, executor: str) -> bool:
+        return self._ended.is_set() or self._reader.is_lost(executor)
+
+    def _connect_later(self, executor: str, address_file: str, pause: float) -> None:
+        connect = partial(self.connect, executor, address_file, min(2 * pause, _LONGEST_PAUSE))
+        self._reconnects[executor] = TIMERS.later(pause, connect)
+        if self._is_unwanted(executor):  # `lose` or `close` may have missed the timer
+            self._cancel_reconnect(executor)
+
+    def _cancel_reconnect(self, executor: str) -> None:
+        if (timer := self._reconnects.pop(executor, None)) is not None:
+            timer.cancel()
 
     def _close_pending(self) -> None:
         with contextlib.suppress(IndexError):  # two threads may do this at the same time
@@ -105,7 +128,7 @@ class DirectConnections:
             self._serve(self._open[descriptor])
 
     def _add(self, direct: DirectConnection) -> None:
-        if self._ended.is_set() or self._reader.is_lost(direct.executor):
+        if self._is_unwanted(direct.executor):
             direct.close()
             return
         for other in self._connections_to(direct.executor):
@@ -124,8 +147,7 @@ class DirectConnections:
                     self.write(direct)
         except ChannelError as error:
             self._drop(direct, f"the connection from coordinators to executor {direct.executor} broke: {error}")
-            connect = partial(self.connect, direct.executor, direct.address_file)
-            self._reconnects[direct.executor] = TIMERS.later(_RECONNECT_PAUSE, connect)
+            self._connect_later(direct.executor, direct.address_file, _RECONNECT_PAUSE)
 
     def _drop(self, direct: DirectConnection, reason: str) -> None:
         with self._sending:  # a write may change the events for which the descriptor is polled
@@ -139,8 +161,7 @@ class DirectConnections:
 
     def lose(self, executor: str, reason: str) -> None:
         """Ends the connection to a lost executor, even if its process still runs but is cut off from the driver."""
-        if (timer := self._reconnects.pop(executor, None)) is not None:
-            timer.cancel()
+        self._cancel_reconnect(executor)
         for direct in self._connections_to(executor):
             self._drop(direct, reason)
 
@@ -156,5 +177,5 @@ class DirectConnections:
         self._close_pending()
         for direct in self._open.values():
             direct.close()
-        for timer in self._reconnects.values():
-            timer.cancel()
+        for executor in list(self._reconnects):
+            self._cancel_reconnect(executor)
