@@ -73,7 +73,7 @@ def test_nothing_is_sent_after_a_write_that_broke(made: Any) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    eventually(lambda: made.connection._reading)
+    eventually(lambda: made.connection._is_reading)
     for frames in (b"x" * (8 << 20), b"next"):
         with pytest.raises(EvaluationEnded, match="the connection to the executor broke"):
             made.connection.send(frames)
@@ -97,8 +97,41 @@ def test_a_wait_can_have_any_length(made: Any, seconds: float | None) -> None:
     threads = [threading.Thread(target=wait) for _ in range(2)]
     for thread in threads:
         thread.start()
-    eventually(lambda: made.connection._reading)
+    eventually(lambda: made.connection._is_reading)
     made.executor.sendall(encode("ABORT", evaluation=1, reason="r"))
     for thread in threads:
         thread.join(10)
     assert len(results) == 2
+
+
+class Interrupted(Exception):
+    """Raised by a signal handler of the user."""
+
+
+@pytest.mark.parametrize("point", ["poll", "receive", "handle"])
+def test_an_exception_of_a_signal_handler_loses_no_message_silently(
+    made: Any, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """A wait that was interrupted before it read can be repeated. If messages were lost, later waits fail."""
+    channel, handle = made.connection._channel, made.frames.append
+
+    def interrupt(*_: Any) -> None:
+        monkeypatch.undo()
+        made.connection._gateways[1]._handle = handle
+        raise Interrupted
+
+    if point == "poll":
+        monkeypatch.setattr(channel, "_await", interrupt)
+    elif point == "receive":
+        receive = channel.receive
+        monkeypatch.setattr(channel, "receive", lambda: interrupt(receive()))
+    else:
+        made.connection._gateways[1]._handle = interrupt
+    made.executor.sendall(encode("ABORT", evaluation=1, reason="r"))
+    with pytest.raises(Interrupted):
+        made.connection.wait(lambda: made.frames or None, 5)
+    if point == "poll":
+        assert len(made.connection.wait(lambda: made.frames or None, 5)) == 1
+    else:
+        with pytest.raises(EvaluationEnded, match="interrupted a thread while it received messages"):
+            made.connection.wait(lambda: made.frames or None, 5)

@@ -62,7 +62,7 @@ class Channel:
         deadline, pause = None, _FIRST_PAUSE
         while True:
             try:
-                where = ChannelAddress.read(address_file)
+                where = ChannelAddress.read(address_file, role)
                 deadline = deadline or time.monotonic() + where.timeout
                 return cls._connected(where, role, peer)
             except (BlockingIOError, ConnectionResetError, TimeoutError, ChannelClosed) as error:
@@ -141,6 +141,15 @@ class Channel:
             sent -= len(frame)
         return []
 
+    def await_frames(self, seconds: float | None) -> bool:
+        """Waits this long until `receive` need not wait. Returns whether this is the case. Waits at most a day."""
+        return bool(self._arrived) or self._await(seconds)
+
+    def _await(self, seconds: float | None) -> bool:
+        poller = select.poll()  # a new one each time, because a signal handler may read while the main code waits
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(None if seconds is None else max(0, int(min(seconds, LONGEST_WAIT) * 1000))))
+
     def receive(self, seconds: float | None = 0.0) -> list[Frame]:
         """Waits this long for a frame, and returns the frames that have arrived. Raises `ChannelClosed`.
 
@@ -189,11 +198,8 @@ class Channel:
         self._socket.close()
 
     def _read(self, seconds: float | None) -> bool:
-        if seconds != 0:
-            poller = select.poll()  # a new one each time, because a signal handler may read while the main code waits
-            poller.register(self._socket, select.POLLIN)
-            if not poller.poll(None if seconds is None else max(0, int(min(seconds, LONGEST_WAIT) * 1000))):
-                return False
+        if seconds != 0 and not self._await(seconds):
+            return False
         try:
             size = os.readv(self._socket.fileno(), [self._decoder.room()])
         except BlockingIOError:

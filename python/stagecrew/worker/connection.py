@@ -38,7 +38,10 @@ class Connection:
         self.address_file = address_file
         self.welcome = self._channel.welcome
         self.changed = threading.Condition()
-        self._reading = False
+        #: Whether a thread reads for all.
+        self._is_reading = False
+        #: True while frames that were read are not yet passed on. If the reader has ended, they are lost.
+        self._is_torn = False
         self._sending = threading.Lock()
         self._gateways: dict[int, Receiver] = {}
         self.broken: str | None = None
@@ -78,31 +81,44 @@ class Connection:
         """Waits until `check` returns a value, and returns this value. Returns None after the timeout."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
-            with self.changed:
-                if (result := check()) is not None:
-                    return result
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                if self.broken is not None:
-                    raise EvaluationEnded(self.broken)
-                if self._reading:
-                    self.changed.wait(None if left is None else min(left, LONGEST_WAIT))
-                    continue
-                self._reading = True
-            frames: list[Frame] = []
-            try:
-                frames = self._channel.receive(left)
+            is_reader, frames = False, None
+            try:  # an exception of a signal handler may be raised at any point
+                with self.changed:
+                    if (result := check()) is not None:
+                        return result
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        return None
+                    if self._is_torn and not self._is_reading:
+                        self.broken = self.broken or "an exception interrupted a thread while it received messages"
+                    if self.broken is not None:
+                        raise EvaluationEnded(self.broken)
+                    if self._is_reading:
+                        self.changed.wait(None if left is None else min(left, LONGEST_WAIT))
+                        continue
+                    is_reader = self._is_reading = True
+                if self._channel.await_frames(left):
+                    self._is_torn = True
+                    frames = self._channel.receive()
             except ChannelError as error:
                 self.broken = f"the connection to the executor broke: {error}"
             finally:
-                with self.changed:
-                    self._reading = False
+                if is_reader:
+                    self._pass_on(frames)
+
+    def _pass_on(self, frames: list[Frame] | None) -> None:
+        """Ends reading, and passes the frames to their evaluations. None if no frames were read."""
+        with self.changed:
+            try:
+                if frames is not None:
                     for frame in frames:
                         gateway = self._gateways.get(frame["evaluation"])
                         if gateway is not None:
                             gateway._handle(frame)
-                    self.changed.notify_all()
+                    self._is_torn = False
+            finally:
+                self._is_reading = False
+                self.changed.notify_all()
 
 
 _current: Connection | None = None
