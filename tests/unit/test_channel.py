@@ -260,21 +260,26 @@ def test_a_link_instead_of_an_address_file_is_not_followed(tmp_path):
 
 @needs_root
 def test_an_address_file_of_another_user_is_not_used(tmp_path):
-    """A user other than root uses only address files of its own. In a folder, all must belong to one user."""
+    """A process uses only address files of its user. In a folder, all must belong to one user.
+
+    The driver's Python of root may also connect to executors of other users.
+    """
     with FakeServer(tmp_path) as server:
         os.chown(server.address_file, 65534, -1)
         with pytest.raises(ChannelError, match="its folder belongs to another user"):
-            Channel.connect(server.address_file, "worker")
+            Channel.connect(server.address_file, "driver")
     address_file = write_address_file(tmp_path / "mine", port=1)
     for path in (address_file, os.path.dirname(address_file)):
         os.chown(path, 65534, -1)
-    assert ChannelAddress.read(address_file).owner == 65534  # root may
+    assert ChannelAddress.read(address_file, "driver").owner == 65534
+    with pytest.raises(ChannelError, match="it belongs to user 65534, not to user 0"):
+        ChannelAddress.read(address_file, "worker")
     for folder in (tmp_path, *tmp_path.parents[:-2]):
         folder.chmod(0o755)
     os.chown(address_file, 12345, -1)
     os.chown(os.path.dirname(address_file), 65534, -1)
     # The process changes its user after its imports: the other user may be unable to read the checkout.
-    script = f"from stagecrew.wire.channel_address import ChannelAddress\n{BECOME_NOBODY}\nChannelAddress.read({address_file!r})"
+    script = f"from stagecrew.wire.channel_address import ChannelAddress\n{BECOME_NOBODY}\nChannelAddress.read({address_file!r}, 'driver')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
     assert "Permission denied" in done.stderr
@@ -319,6 +324,6 @@ def test_without_the_identity_of_the_peer_the_handshake_decides(tmp_path, monkey
 
 def test_the_token_is_not_in_the_description_of_an_address(tmp_path):
     """The token does not appear in a log or a traceback that shows the address."""
-    address_file = ChannelAddress.read(write_address_file(tmp_path / "address_file", port=1))
+    address_file = ChannelAddress.read(write_address_file(tmp_path / "address_file", port=1), "worker")
     assert address_file.token == TOKEN
     assert TOKEN not in repr(address_file)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -169,6 +170,24 @@ def test_the_daemon_connects_again_only_before_it_was_accepted(server: FakeServe
     server.accepted.pop().close()
     sampler.run(lambda: False)
     assert sampler._connection is None
+
+
+def test_the_daemon_connects_again_if_the_executor_had_no_room(server: FakeServer) -> None:
+    """If the queue of the executor's socket is full, the daemon connects later. It does not stop sampling."""
+    server.listening.listen(0)
+    with socket.socket(socket.AF_UNIX) as waiting:
+        waiting.connect(server.listening.getsockname())
+        sampler = DaemonSampler(0.0, server.address_file)
+        for _ in range(3):
+            sampler.run(lambda: False)
+        assert sampler._connection is not None
+        server.accept()
+        server.accepted.pop().close()
+    sampler.run(lambda: False)
+    server.challenge()
+    sampler.run(lambda: False)
+    assert [frame.kind for frame in server.frames()] == ["HELLO", "SAMPLES"]
+    sampler.close()
 
 
 def test_the_daemon_sends_nothing_to_a_server_without_the_token(server: FakeServer, caplog: Any) -> None:

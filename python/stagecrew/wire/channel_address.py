@@ -37,13 +37,16 @@ class ChannelAddress:
     timeout: float
 
     @classmethod
-    def read(cls, file: str) -> ChannelAddress:
-        """Reads an address file. Raises `OSError` if it cannot be read, and `ChannelError` if it cannot be trusted."""
+    def read(cls, file: str, role: str) -> ChannelAddress:
+        """Reads an address file, for a process with this role.
+
+        Raises `OSError` if it cannot be read, and `ChannelError` if it cannot be trusted.
+        """
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(descriptor, encoding="utf-8") as opened:
-            owner = _owner(file, os.fstat(descriptor))
+            owner = _owner(file, os.fstat(descriptor), role)
             folder = os.path.dirname(file)
-            if _owner(folder, os.lstat(folder)) != owner:
+            if _owner(folder, os.lstat(folder), role) != owner:
                 raise ChannelError(f"cannot trust {file}: its folder belongs to another user")
             try:
                 where = json.load(opened)
@@ -88,13 +91,14 @@ class ChannelAddress:
                 raise ChannelError(f"a process of user {user} serves {self.path}, not one of user {self.owner}")
 
 
-def _owner(path: str, status: os.stat_result) -> int:
+def _owner(path: str, status: os.stat_result, role: str) -> int:
     """The owner of a file or folder. Raises `ChannelError` if others can use it, or if it is not ours.
 
-    Root can read and change everything, so it may use the files of any user.
+    A driver that runs as root may use the files of executors that run as other users. They told it where the files are.
     """
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise ChannelError(f"cannot trust {path}: other users have access to it (mode {stat.filemode(status.st_mode)})")
-    if os.geteuid() not in (status.st_uid, _ROOT):
-        raise ChannelError(f"cannot trust {path}: it belongs to user {status.st_uid}, not to user {os.geteuid()}")
+    user = os.geteuid()
+    if status.st_uid != user and not (role == "driver" and user == _ROOT):
+        raise ChannelError(f"cannot trust {path}: it belongs to user {status.st_uid}, not to user {user}")
     return status.st_uid

@@ -212,11 +212,14 @@ class _Connection:
     def write_unsent(self) -> bool:
         """Writes the kept bytes. Returns whether none are left, and the executor's proof has arrived.
 
-        The first call connects, and so does a call after the executor has dropped a connection before it accepted it.
-        Raises `OSError` if the executor is gone, and `ChannelError` if the server is not the executor.
+        The first call connects, and so does a call after the executor has dropped a connection before it accepted it,
+        or had no room for another one. Raises `OSError` if the executor is gone, and `ChannelError` if the server is
+        not the executor.
         """
         if self._socket is None:
             self._connect()
+        if self._socket is None:
+            return False
         if self._read():
             self._write()
         elif self._is_welcome:
@@ -246,11 +249,14 @@ class _Connection:
         return self._socket
 
     def _connect(self) -> None:
-        where = ChannelAddress.read(self._address_file)
+        where = ChannelAddress.read(self._address_file, "sampler")
         self._socket = where.new_socket()
         self._socket.setblocking(False)
         error = self._socket.connect_ex(where.address)
-        if error not in (0, errno.EINPROGRESS, errno.EAGAIN):
+        if error == errno.EAGAIN:  # the queue of the server's Unix socket is full
+            self.close()
+            return
+        if error not in (0, errno.EINPROGRESS):
             raise OSError(error, os.strerror(error))
         if error == 0:
             where.check_peer(self._socket)
@@ -268,9 +274,6 @@ class _Connection:
             return True
         except (ConnectionResetError, BrokenPipeError):
             pass
-        except OSError as error:
-            if error.errno != errno.ENOTCONN:  # the queue of the server's socket was full
-                raise
         return False
 
     def _handle(self, frame: Frame) -> None:
