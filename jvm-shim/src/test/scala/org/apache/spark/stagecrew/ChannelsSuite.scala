@@ -16,7 +16,8 @@ import org.apache.spark.stagecrew.wire.{Channels, Frame, FrameException, Frames,
 /** The server of channels, with real Unix sockets and real ports. Whatever one connection sends, the server keeps
   * serving the others. */
 class ChannelsSuite extends AnyFunSuite {
-  private val TimeoutMs = 400L
+  private val TimeoutMs = 60000L
+  private val ShortMs = 400L // for tests in which the deadline passes
 
   /** Replies to each BEGIN with CLOSED, so that a client can check that it is served. */
   private final class Echo extends LinkHandler {
@@ -93,7 +94,7 @@ class ChannelsSuite extends AnyFunSuite {
 
   /** The connection is refused long before the deadline. */
   private def refusedAtOnce(name: String)(first: ChannelClient => Array[Byte]): Unit =
-    onEach(name, timeoutMs = 60000) { server =>
+    onEach(name) { server =>
       val good = server.known()
       val bad = server.client()
       bad.send(first(bad))
@@ -149,7 +150,7 @@ class ChannelsSuite extends AnyFunSuite {
     assert(other.refused() && server.echo.connections.get == 0)
   }
 
-  onEach("a silent connection is refused at the deadline, and slowly sent bytes do not extend it") { server =>
+  onEach("a silent connection is refused at the deadline, and slowly sent bytes do not extend it", ShortMs) { server =>
     val good = server.known()
     val silent = server.client()
     val trickle = server.client()
@@ -163,10 +164,10 @@ class ChannelsSuite extends AnyFunSuite {
     } catch { case _: IOException => () }
     assert(sent < message.length && trickle.refused() && silent.refused())
     val ms = (System.nanoTime() - started) / 1000000L
-    assert(ms >= TimeoutMs - 50 && ms < TimeoutMs + 3000)
+    assert(ms >= ShortMs - 50 && ms < ShortMs + 3000)
     assert(server.echo.connections.get == 1)
     server.stillServes(good)
-    Thread.sleep(TimeoutMs) // an authenticated link has no deadline
+    Thread.sleep(ShortMs) // an authenticated link has no deadline
     assert(good.served(3))
   }
 
@@ -184,7 +185,7 @@ class ChannelsSuite extends AnyFunSuite {
   refusedAtOnce("HELLO before the challenge is refused immediately")(client =>
     Frames.encode("HELLO", new Array[Byte](32), "worker", "p1", 42L, "1.0") ++ client.connect)
 
-  onEach("a truncated handshake is refused at the end of the stream, or at the deadline") { server =>
+  onEach("a truncated handshake is refused at the end of the stream, or at the deadline", ShortMs) { server =>
     val good = server.known()
     (0 until good.connect.length by 7).foreach { end =>
       val bad = server.client()
@@ -206,7 +207,7 @@ class ChannelsSuite extends AnyFunSuite {
 
   onEach("only a link that sends an oversized frame, garbage or an unexpected frame is closed") { server =>
     val good = server.known()
-    val bad = Seq(ByteBuffer.allocate(4).putInt(65537).array, ByteBuffer.allocate(8).putInt(4).put(77.toByte).array,
+    val bad = Seq(ByteBuffer.allocate(4).putInt(65537).array, ByteBuffer.allocate(8).putInt(4).put(127.toByte).array,
       Frames.encode("GOODBYE", "x"))
     bad.foreach { data =>
       val link = server.known()
@@ -218,7 +219,7 @@ class ChannelsSuite extends AnyFunSuite {
     server.stillServes(good)
   }
 
-  onEach("if there are too many strangers the oldest is closed, and known processes do not count", timeoutMs = 60000) {
+  onEach("if there are too many strangers the oldest is closed, and known processes do not count") {
     server =>
       val known = Seq.fill(Channels.MaxStrangers + 10)(server.known())
       val strangers = Vector.fill(Channels.MaxStrangers + 20)(server.client())
@@ -327,6 +328,31 @@ class ChannelsSuite extends AnyFunSuite {
         assert(server.client().refused())
         server.stillServes(good)
       }
+    }
+  }
+
+  test("a process of another user gets no challenge, even if it can reach the socket") {
+    assume(System.getProperty("user.name") == "root", "only root can start a process of another user")
+    withServer("unix") { server =>
+      val socket = Path.of(server.address.path.get)
+      Seq(socket, socket.getParent).foreach(path =>
+        Files.setPosixFilePermissions(path, PosixFilePermissions.fromString("rwxrwxrwx")))
+      val client = server.known()
+      // The process changes its user after its imports: the other user may be unable to read the interpreter.
+      val script = """import os, socket, sys
+        |os.setuid(int(sys.argv[3]))
+        |client = socket.socket(socket.AF_UNIX)
+        |client.connect(sys.argv[1])
+        |try:
+        |    client.sendall(bytes.fromhex(sys.argv[2]))
+        |    print(client.recv(100) != b"")
+        |except OSError:
+        |    print(False)""".stripMargin
+      def getsChallenge(user: Int): Boolean = scala.sys.process.Process(Seq("python3", "-c", script, socket.toString,
+        client.connect.map(byte => f"$byte%02x").mkString, user.toString)).!!.trim.toBoolean
+      assert(getsChallenge(0) && !getsChallenge(65534))
+      assert(client.served(1))
+      Files.setPosixFilePermissions(socket.getParent, PosixFilePermissions.fromString("rwx------"))
     }
   }
 
