@@ -281,6 +281,15 @@ def test_a_speculative_attempt_on_another_executor_begins_without_a_reset(world,
     assert world.take_calls() == [("failed", 1, "another attempt succeeded")]
 
 
+def test_an_attempt_that_begins_before_the_loss_of_another_causes_no_reset(world):
+    """An attempt that begins before another one is lost causes no reset, because both were live at the same time."""
+    world.ready(1)
+    world.ready(2, executor="2")
+    world.receive("LIVE", evaluation=1)
+    world.host.lost("1", "executor 1 is lost")
+    assert [call[:2] for call in world.take_calls()] == [("ready", 1), ("ready", 2), ("failed", 1)]
+
+
 @pytest.mark.parametrize("loss", ["executor", "connection"])
 def test_an_attempt_that_is_lost_before_it_begins(world, loss):
     """An attempt that waits to begin, and whose executor or connection is lost, does not reach the coordinator."""

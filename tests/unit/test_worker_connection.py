@@ -135,3 +135,4 @@ def test_an_exception_of_a_signal_handler_loses_no_message_silently(
     else:
         with pytest.raises(EvaluationEnded, match="interrupted a thread while it received messages"):
             made.connection.wait(lambda: made.frames or None, 5)
+        assert made.executor.recv(1) == b""

@@ -72,10 +72,14 @@ class Connection:
             try:
                 self._channel.write(frames)
             except ChannelClosed as error:
-                # The connection may have broken within a frame, so nothing more is sent. The reader also sees the end.
-                self.broken = f"the connection to the executor broke: {error}"
-                self._channel.shutdown()
-                raise EvaluationEnded(self.broken) from error
+                # It may have broken within a frame, so nothing more is sent.
+                raise EvaluationEnded(self._break(f"the connection to the executor broke: {error}")) from error
+
+    def _break(self, reason: str) -> str:
+        """Ends the connection, so that the executor and the reading thread see its end. Returns the first reason."""
+        self.broken = self.broken or reason
+        self._channel.shutdown()
+        return self.broken
 
     def wait(self, check: Callable[[], T | None], seconds: float | None) -> T | None:
         """Waits until `check` returns a value, and returns this value. Returns None after the timeout."""
@@ -90,7 +94,7 @@ class Connection:
                     if left is not None and left <= 0:
                         return None
                     if self._is_torn and not self._is_reading:
-                        self.broken = self.broken or "an exception interrupted a thread while it received messages"
+                        self._break("an exception interrupted a thread while it received messages")
                     if self.broken is not None:
                         raise EvaluationEnded(self.broken)
                     if self._is_reading:
@@ -101,7 +105,7 @@ class Connection:
                     self._is_torn = True
                     frames = self._channel.receive()
             except ChannelError as error:
-                self.broken = f"the connection to the executor broke: {error}"
+                self._break(f"the connection to the executor broke: {error}")
             finally:
                 if is_reader:
                     self._pass_on(frames)
