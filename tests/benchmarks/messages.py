@@ -15,6 +15,7 @@ from processes import Process, Run, driver
 from stagecrew.wire.hops import HOPS
 
 TASKS = {1: "one task", 2: "two tasks"}
+IN_ALL = "in all"
 
 
 def requests(run: Run):
@@ -80,7 +81,7 @@ def hops(run: Run):
 
     The recording itself takes some microseconds of each hop.
     """
-    found = {True: [], False: []}
+    found: dict[bool, dict[str, list[float]]] = {True: {}, False: {}}
     with tempfile.TemporaryDirectory() as temporary:
         folders = {direct: pathlib.Path(temporary, str(direct)) for direct in found}
         for folder in folders.values():
@@ -95,35 +96,28 @@ def hops(run: Run):
                 for side in (direct, through_rpc):
                     side("requests", tasks=1, count=1000)
         for direct, folder in folders.items():
-            found[direct] = _steps(folder, len(run.load), 1000)
-    for step in dict.fromkeys((*found[False], *found[True])):
-        ours, theirs = (found[direct].get(step, []) for direct in (True, False))
-        if ours and theirs:
-            yield Measurement(step, "us", ours, "through Spark's RPC", theirs)
-        elif ours:
-            yield Measurement(step, "us", ours)
-        else:
-            yield Measurement(step, "us", [0.0], "through Spark's RPC", theirs)
+            found[direct] = _steps(folder, len(run.load), 1000, direct)
+    in_all = {direct: steps.pop(IN_ALL) for direct, steps in found.items()}
+    yield Measurement(f"a request, {IN_ALL}, directly", "us", in_all[True], "through Spark's RPC", in_all[False])
+    for direct, words in ((True, "directly"), (False, "through Spark's RPC")):
+        for step, medians in found[direct].items():
+            yield Measurement(f"{words}: {step}", "us", medians)
 
 
-def _steps(folder: pathlib.Path, rounds: int, count: int) -> dict[str, list[float]]:
+def _steps(folder: pathlib.Path, rounds: int, count: int, direct: bool) -> dict[str, list[float]]:
     """The median microseconds of each step, in each of the last rounds."""
     passed = collections.defaultdict(dict)
     for path in folder.iterdir():
         for line in path.read_text().splitlines():
             hop, evaluation, sequence, nanoseconds = line.split()
             passed[int(evaluation), int(sequence)][hop] = int(nanoseconds)
-    whole = sorted(
-        (one for one in passed.values() if HOPS[0][0] in one and HOPS[-1][0] in one), key=lambda one: one[HOPS[0][0]]
-    )
-    steps = {}
+    expected = {hop: where for hop, where in HOPS if not (direct and where == "driver's JVM")}
+    whole = sorted((one for one in passed.values() if one.keys() == expected.keys()), key=lambda one: one[HOPS[0][0]])
+    steps = collections.defaultdict(list)
     for round_ in np.array_split(np.array(whole[-rounds * count :], dtype=object), rounds):
-        times = collections.defaultdict(list)
-        for one in round_:
-            at = [(name, where, one[name]) for name, where in HOPS if name in one]
-            for (before, _, begun), (name, where, ended) in itertools.pairwise(at):
-                times[f"{before} → {name} ({where})"].append((ended - begun) / 1000)
-            times["in all"].append((at[-1][2] - at[0][2]) / 1000)
-        for step, values in times.items():
-            steps.setdefault(step, []).append(statistics.median(values))
+        for before, hop in itertools.pairwise(expected):
+            name = f"{before} → {hop} ({expected[hop]})"
+            steps[name].append(statistics.median((one[hop] - one[before]) / 1000 for one in round_))
+        first, *_, last = expected
+        steps[IN_ALL].append(statistics.median((one[last] - one[first]) / 1000 for one in round_))
     return steps

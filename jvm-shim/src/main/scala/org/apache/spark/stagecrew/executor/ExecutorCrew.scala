@@ -55,7 +55,7 @@ final class ExecutorCrew(
   private[stagecrew] val closings = new Closings(executor, table, processes, executorListeners, pool, this)(
     reports.release, (topology, unclosed, released) =>
       reports.of(topology, unclosed, released.getOrElse(Deletions())), reports.closed)
-  /** Created when the first bound function connects. */
+  /** Created by the first attempt that may call bound functions. */
   @volatile private[stagecrew] var evaluations = Option.empty[Evaluations]
 
   private val lock, evaluationsLock = new Object // the second one is held while the driver is looked up
@@ -70,11 +70,11 @@ final class ExecutorCrew(
 
   // -- The channel to Python processes
 
-  private[stagecrew] def startEvaluations(): Evaluations = evaluationsLock.synchronized {
+  private[stagecrew] def startEvaluations(): Evaluations = evaluations.getOrElse(evaluationsLock.synchronized {
     if (evaluations.isEmpty) evaluations = Some(
       Evaluations.start(executor, settings, attempts, if (settings.directConnections) addressFile.toString else ""))
     evaluations.get
-  }
+  })
 
   /** The address file of the channel. The first call creates the channel. */
   private[stagecrew] def addressFile: Path = lock.synchronized {

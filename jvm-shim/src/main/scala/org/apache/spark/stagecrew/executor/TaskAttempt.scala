@@ -105,7 +105,10 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     * call bound functions, so the property is set for every task that might. */
   private def prepareAddressFile(attempt: TaskAttempt, application: Description): Unit = {
     attempt.mayUseOperators = attempt.topology.exists(attempt.chain.contains(_)) || application.coordinated
-    if (attempt.mayUseOperators) set(attempt, AddressFileProperty, crew.addressFile.toString)
+    if (attempt.mayUseOperators) {
+      set(attempt, AddressFileProperty, crew.addressFile.toString)
+      crew.startEvaluations() // before the worker starts, so that the driver's Python has time to connect directly
+    }
   }
 
   private def openListeners(attempt: TaskAttempt, described: Seq[Description]): Unit =
