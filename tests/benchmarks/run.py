@@ -17,7 +17,7 @@ from demo import demo
 from failover import failover
 from measurements import COLUMNS, Figure, about
 from messages import events, growing, hops, requests
-from operators import commits, splits, supersteps
+from operators import commits, pagerank, splits, supersteps
 from overhead import jvm, python, sampling, watched
 from pages import pages
 from processes import Run
@@ -28,7 +28,7 @@ FIGURES = {
     figure.__name__: figure
     for figure in (
         *(jvm, python, exits, watched, sampling, demo, requests, growing, hops, events, splits, partitions),
-        *(supersteps, commits, stores, failover, pages),
+        *(supersteps, pagerank, commits, stores, failover, pages),
     )
 }
 DESCRIPTION = __doc__ + "\n".join(f"* {name}: {figure.__doc__}" for name, figure in FIGURES.items())
