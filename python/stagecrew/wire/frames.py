@@ -16,6 +16,7 @@ closes the connection, because it cannot find the beginning of the next frame.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import struct
 from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
@@ -119,11 +120,29 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "STATISTICS": (100, (("sequence", "q"), ("body", "s"))),
 }
 
-_BY_NUMBER: Final = {number: (name, fields) for name, (number, fields) in KINDS.items()}
 _U32: Final = struct.Struct(">I")
-_HEAD: Final = struct.Struct(">IB")
 _Q: Final = struct.Struct(">q")
 
+
+class _Layout:
+    """The layout of a kind of frame. The integers before its first other field are packed together with the head."""
+
+    __slots__ = ("body", "fields", "head", "integers", "kind", "number", "others", "size")
+
+    def __init__(self, kind: str, number: int, fields: tuple[tuple[str, str], ...]) -> None:
+        self.kind, self.number, self.fields = kind, number, fields
+        self.integers = tuple(name for name, _ in itertools.takewhile(lambda field: field[1] == "q", fields))
+        self.others = fields[len(self.integers) :]
+        #: The length, the kind and the integers.
+        self.head = struct.Struct(">IB" + "q" * len(self.integers))
+        #: The integers alone.
+        self.body = struct.Struct(">" + "q" * len(self.integers))
+        #: The size of the kind and the integers.
+        self.size = 1 + self.body.size
+
+
+_LAYOUTS: Final = {kind: _Layout(kind, *described) for kind, described in KINDS.items()}
+_BY_NUMBER: Final = {layout.number: layout for layout in _LAYOUTS.values()}
 #: A bytes field of this size or more is not copied out of its frame: it is a `memoryview` of it.
 LARGE: Final = 1 << 16
 #: The size of a decoder's buffer, and the first size of a buffer for a larger frame.
@@ -131,7 +150,7 @@ _ROOM: Final = 1 << 16
 _FIRST_SIZE: Final = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # not frozen, because that takes a microsecond for each frame
 class Frame:
     """One decoded frame; `frame[name]` is the value of a field."""
 
@@ -150,36 +169,39 @@ def encode(kind: str, **fields: Field) -> bytes:
     >>> encode("BEGIN", attempt=7).hex()
     '00000009050000000000000007'
     """
-    return b"".join(encoded(kind, **fields))
+    return b"".join(_pieces(kind, fields))
 
 
 def encoded(kind: str, **fields: Field) -> list[bytes]:
     """Like `encode`, but returns pieces, so that a large last field can be sent without copying it."""
-    try:
-        number, table = KINDS[kind]
-    except KeyError:
-        raise ChannelError(f"unknown kind of frame {kind!r}; the known kinds are {', '.join(KINDS)}") from None
-    if len(fields) != len(table):
-        raise ChannelError(f"a {kind} frame has the fields {[name for name, _ in table]}, not {list(fields)}")
+    return _pieces(kind, fields)
+
+
+def _pieces(kind: str, fields: dict[str, Field]) -> list[bytes]:
+    layout = _LAYOUTS.get(kind)
+    if layout is None:
+        raise ChannelError(f"unknown kind of frame {kind!r}; the known kinds are {', '.join(KINDS)}")
+    if len(fields) != len(layout.fields):
+        raise ChannelError(f"a {kind} frame has the fields {[name for name, _ in layout.fields]}, not {list(fields)}")
     parts: list[bytes] = [b""]
     try:
-        for name, type_ in table:
+        for name, type_ in layout.others:
             value = fields[name]
-            if type_ == "q":
-                parts.append(_Q.pack(value))
-            elif type_ == "s":
-                data = value.encode("utf-8", "surrogatepass")  # type: ignore[union-attr]
-                data.decode("utf-8")
-                parts += (_U32.pack(len(data)), data)
-            elif type_ == "b":
+            if type_ == "b":
                 parts += (_U32.pack(len(value)), bytes(value))  # type: ignore[arg-type]
+            elif type_ == "s":
+                data = value.encode()  # type: ignore[union-attr]
+                parts += (_U32.pack(len(data)), data)
+            elif type_ == "q":
+                parts.append(_Q.pack(value))
             else:
                 parts.append(_U32.pack(len(value)))  # type: ignore[arg-type]
                 for item in value:  # type: ignore[union-attr]
                     parts += (_U32.pack(len(item)), bytes(item))  # type: ignore[arg-type]
+        integers = [fields[name] for name in layout.integers]
+        parts[0] = layout.head.pack(layout.size + sum(map(len, parts)), layout.number, *integers)
     except (KeyError, AttributeError, TypeError, struct.error, UnicodeError) as error:
         raise ChannelError(f"cannot encode a {kind} frame with the fields {sorted(fields)}: {error}") from error
-    parts[0] = _HEAD.pack(1 + sum(map(len, parts)), number)
     if len(parts[-1]) < LARGE:
         return [b"".join(parts)]
     return [b"".join(parts[:-1]), parts[-1]]
@@ -187,51 +209,63 @@ def encoded(kind: str, **fields: Field) -> list[bytes]:
 
 def decode(frame: bytes | memoryview) -> Frame:
     """Decodes a frame from `kind | fields`, without its length. Raises `ChannelError`."""
-    view = memoryview(frame)
-    if not view:
+    end = len(frame)
+    # A small frame is copied once, so that its fields are slices of bytes.
+    data = bytes(frame) if end < LARGE else memoryview(frame)
+    if not end:
         raise ChannelError("an empty frame")
-    try:
-        kind, table = _BY_NUMBER[view[0]]
-    except KeyError:
-        raise ChannelError(f"unknown kind of frame {view[0]}") from None
-    at, end = 1, len(view)
-    fields: dict[str, Any] = {}
+    layout = _BY_NUMBER.get(data[0])
+    if layout is None:
+        raise ChannelError(f"unknown kind of frame {data[0]}")
+    if layout.size > end:
+        raise _cut_short(layout)
+    fields: dict[str, Any] = dict(zip(layout.integers, layout.body.unpack_from(data, 1), strict=True))
+    at = layout.size
+    for name, type_ in layout.others:
+        start = at + (8 if type_ == "q" else 4)
+        if start > end:
+            raise _cut_short(layout)
+        if type_ == "q":
+            fields[name] = _Q.unpack_from(data, at)[0]
+            at = start
+            continue
+        (count,) = _U32.unpack_from(data, at)
+        if type_ == "l":
+            fields[name], at = _items(layout, data, start, end, count)
+            continue
+        at = start + count
+        if at > end:
+            raise _cut_short(layout)
+        if type_ == "b":
+            fields[name] = data[start:at] if count >= LARGE else bytes(data[start:at])
+        else:
+            try:
+                fields[name] = str(data[start:at], "utf-8")
+            except UnicodeDecodeError as error:
+                raise ChannelError(f"field {name} of a {layout.kind} frame is not UTF-8") from error
+    if at != end:
+        raise ChannelError(f"{end - at} bytes are left over after a {layout.kind} frame")
+    return Frame(layout.kind, fields)
 
-    def chunk() -> memoryview:
-        nonlocal at
+
+def _items(layout: _Layout, data: bytes | memoryview, at: int, end: int, count: int) -> tuple[list[bytes], int]:
+    """Returns the items of a list that begins here, and where it ends."""
+    if count * 4 > end - at:
+        raise _cut_short(layout)
+    items = []
+    for _ in range(count):
         start = at + 4
         if start > end:
-            raise ChannelError(f"a {kind} frame is cut short")
-        at = start + _U32.unpack_from(view, at)[0]
+            raise _cut_short(layout)
+        at = start + _U32.unpack_from(data, at)[0]
         if at > end:
-            raise ChannelError(f"a {kind} frame is cut short")
-        return view[start:at]
+            raise _cut_short(layout)
+        items.append(bytes(data[start:at]))
+    return items, at
 
-    for name, type_ in table:
-        if type_ == "q":
-            if at + 8 > end:
-                raise ChannelError(f"a {kind} frame is cut short")
-            fields[name] = _Q.unpack_from(view, at)[0]
-            at += 8
-        elif type_ == "s":
-            try:
-                fields[name] = str(chunk(), "utf-8")
-            except UnicodeDecodeError as error:
-                raise ChannelError(f"field {name} of a {kind} frame is not UTF-8") from error
-        elif type_ == "b":
-            data = chunk()
-            fields[name] = data if len(data) >= LARGE else bytes(data)
-        else:
-            if at + 4 > end:
-                raise ChannelError(f"a {kind} frame is cut short")
-            (count,) = _U32.unpack_from(view, at)
-            at += 4
-            if count * 4 > end - at:
-                raise ChannelError(f"a {kind} frame is cut short")
-            fields[name] = [bytes(chunk()) for _ in range(count)]
-    if at != end:
-        raise ChannelError(f"{end - at} bytes are left over after a {kind} frame")
-    return Frame(kind, fields)
+
+def _cut_short(layout: _Layout) -> ChannelError:
+    return ChannelError(f"a {layout.kind} frame is cut short")
 
 
 def decode_all(frames: bytes | memoryview) -> Iterator[Frame]:
@@ -282,17 +316,23 @@ class Decoder:
             yield from self.filled(size)
 
     def _next(self) -> Frame | None:
-        here = self.pending
-        length = _U32.unpack_from(self._buffer, self._begin)[0] if here >= _U32.size else 0
+        begin, here = self._begin, self._end - self._begin
+        if here < _U32.size:
+            if here or len(self._buffer) != _ROOM:
+                self._make_room(_U32.size)
+            else:
+                self._begin = self._end = 0
+            return None
+        length = _U32.unpack_from(self._buffer, begin)[0]
         if length > self._limit:
             raise ChannelError(f"a frame of {length} bytes is larger than the {self._limit} bytes allowed")
         whole = _U32.size + length
         if here < whole:
-            if not here or self._end == len(self._buffer):
+            if self._end == len(self._buffer):
                 self._make_room(whole)
             return None
-        frame = memoryview(self._buffer)[self._begin + _U32.size : self._begin + whole]
-        self._begin += whole
+        frame = memoryview(self._buffer)[begin + _U32.size : begin + whole]
+        self._begin = begin + whole
         if length >= LARGE:
             self._make_room(0)  # the frame refers to the old buffer
         return decode(frame)

@@ -37,7 +37,9 @@ class Connection:
         self._channel = Channel.connect(address_file, role="evaluations")
         self.address_file = address_file
         self.welcome = self._channel.welcome
-        self.changed = threading.Condition()
+        #: The lock of `changed`. Entering it is faster than entering the condition.
+        self._lock = threading.RLock()
+        self.changed = threading.Condition(self._lock)
         #: Whether a thread reads for all.
         self._is_reading = False
         #: True while frames that were read are not yet passed on. If the reader has ended, they are lost.
@@ -87,7 +89,7 @@ class Connection:
         while True:
             is_reader, frames = False, None
             try:  # an exception of a signal handler may be raised at any point
-                with self.changed:
+                with self._lock:
                     if (result := check()) is not None:
                         return result
                     left = None if deadline is None else deadline - time.monotonic()
@@ -112,7 +114,7 @@ class Connection:
 
     def _pass_on(self, frames: list[Frame] | None) -> None:
         """Ends reading, and passes the frames to their evaluations. None if no frames were read."""
-        with self.changed:
+        with self._lock:
             try:
                 if frames is not None:
                     for frame in frames:

@@ -321,14 +321,13 @@ class TaskGateway:
 
     def _flush(self, *more: bytes) -> None:
         """Sends the unsent events, and then these frames. Called with the lock held."""
-        unsent, self._unsent, self._unsent_bytes = self._unsent, [], 0
         self._flushed_at = time.monotonic()
-        frames = list(more)
-        if unsent:
-            frames.insert(0, encode("EVENTS", evaluation=self.id, first=self._first_unsent, payloads=unsent))
+        if self._unsent:
+            unsent, self._unsent, self._unsent_bytes = self._unsent, [], 0
+            more = (encode("EVENTS", evaluation=self.id, first=self._first_unsent, payloads=unsent), *more)
         self._first_unsent = self._sequence + 1
-        if frames:
-            self._connection.send(b"".join(frames))
+        if more:
+            self._connection.send(b"".join(more))
 
     def _start_flusher(self) -> None:
         with self._lock:
