@@ -48,7 +48,11 @@ def _row(axis: plt.Axes, one: Measurement) -> None:
         bound = one.goal.bound * (statistics.median(one.theirs) if one.goal.of == "ratio" else 1)
         axis.axvline(bound, color=GOAL, linestyle="--", linewidth=1)
         most = max(most, bound)
-    axis.set_xlim(0, 1.05 * most or 1)
+    least = min(min(values) for _, values, _ in sides)
+    if least > 0 and most > 100 * least:
+        axis.set_xscale("log")
+    else:
+        axis.set_xlim(min(0, 1.05 * least), 1.05 * max(most, 0) or 1)
     axis.set_ylim(-len(sides) + 0.4, 0.85)
     axis.set_yticks([-place for place in range(len(sides))], [name for name, _, _ in sides], fontsize=8)
     axis.tick_params(axis="x", labelsize=7)

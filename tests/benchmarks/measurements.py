@@ -170,7 +170,9 @@ class Figure:
 
     def markdown(self) -> str:
         """The table of the measurements, and where they were measured."""
-        rows = [COLUMNS, ["---"] * len(COLUMNS), *(one.row() for one in self.measurements)]
+        cells = [one.row() for one in self.measurements]
+        used = [number for number in range(len(COLUMNS)) if any(row[number] for row in cells)]
+        rows = [[row[number] for number in used] for row in (COLUMNS, ["---"] * len(COLUMNS), *cells)]
         about = self.about
         load = f", load {min(self.load):.1f} to {max(self.load):.1f}" if self.load else ""
         where = (
