@@ -132,7 +132,8 @@ class Executor:
     def remove(self, gateway):
         self.gateways.pop(gateway.id, None)
 
-    def send(self, frames):
+    def send(self, *pieces):
+        frames = b"".join(pieces)
         kinds = " ".join(frame.kind for frame in decode_all(frames) if frame.kind not in ("CREDIT", "ASK_HANDLED"))
         # The simulated driver needs no CREDIT and ASK_HANDLED. A generator can be closed after its process was killed.
         if not kinds or self.scheduler.dead:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stagecrew.errors import ChannelError
-from stagecrew.wire.frames import KINDS, LARGE, Decoder, Frame, decode, encode
+from stagecrew.wire.frames import KINDS, LARGE, Decoder, Frame, decode, encode, encoded, encoder
 
 VALUES = {
     "q": st.integers(-(2**63), 2**63 - 1),
@@ -56,6 +56,15 @@ def test_every_kind_survives_encoding_and_decoding(kind, data):
     assert frame == Frame(kind, fields)
     assert all(frame[name] == value for name, value in fields.items())
     assert decode(memoryview(encoded)[4:]) == frame
+
+
+@pytest.mark.parametrize("size", [0, 1, LARGE - 1, LARGE, LARGE + 1])
+def test_an_encoder_makes_the_frames_of_encode(size):
+    """The encoder of a kind returns the same pieces as `encoded`, and does not copy a large payload."""
+    payload = bytes(size)
+    pieces = encoder("REQUEST")(-1, 2**62, payload)
+    assert pieces == encoded("REQUEST", evaluation=-1, sequence=2**62, payload=payload)
+    assert (pieces[-1] is payload) == (size >= LARGE)
 
 
 @given(frame=frames)

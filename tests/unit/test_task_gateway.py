@@ -32,10 +32,10 @@ class FakeConnection:
     def add(self, gateway):
         self.gateway = gateway
 
-    def send(self, frames):
+    def send(self, *frames):
         if self.is_broken:
             raise stagecrew.errors.EvaluationEnded("the connection is broken")
-        self.frames += [frame.kind for frame in Decoder(1 << 24).feed(frames)]
+        self.frames += [frame.kind for frame in Decoder(1 << 24).feed(b"".join(frames))]
 
     def wait(self, found, seconds):
         if (result := found()) is not None:

@@ -40,8 +40,9 @@ class Connection:
         #: The lock of `changed`. Entering it is faster than entering the condition.
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
-        #: Whether a thread reads for all.
+        #: Whether a thread reads for all, and how many threads wait for it.
         self._is_reading = False
+        self._waiting = 0
         #: True while frames that were read are not yet passed on. If the reader has ended, they are lost.
         self._is_torn = False
         self._sending = threading.Lock()
@@ -66,13 +67,13 @@ class Connection:
             self._gateways.pop(gateway.id, None)
             self.changed.notify_all()
 
-    def send(self, frames: bytes) -> None:
-        """Sends frames. Raises `EvaluationEnded` if the executor is gone."""
+    def send(self, *frames: bytes) -> None:
+        """Sends encoded frames, or pieces of frames. Raises `EvaluationEnded` if the executor is gone."""
         with self._sending:
             if self.broken is not None:
                 raise EvaluationEnded(self.broken)
             try:
-                self._channel.write(frames)
+                self._channel.write(*frames)
             except ChannelClosed as error:
                 # It may have broken within a frame, so nothing more is sent.
                 raise EvaluationEnded(self._break(f"the connection to the executor broke: {error}")) from error
@@ -100,7 +101,11 @@ class Connection:
                     if self.broken is not None:
                         raise EvaluationEnded(self.broken)
                     if self._is_reading:
-                        self.changed.wait(None if left is None else min(left, LONGEST_WAIT))
+                        self._waiting += 1
+                        try:
+                            self.changed.wait(None if left is None else min(left, LONGEST_WAIT))
+                        finally:
+                            self._waiting -= 1
                         continue
                     is_reader = self._is_reading = True
                 if self._channel.await_frames(left):
@@ -118,13 +123,14 @@ class Connection:
             try:
                 if frames is not None:
                     for frame in frames:
-                        gateway = self._gateways.get(frame["evaluation"])
+                        gateway = self._gateways.get(frame.fields["evaluation"])
                         if gateway is not None:
                             gateway._handle(frame)
                     self._is_torn = False
             finally:
                 self._is_reading = False
-                self.changed.notify_all()
+                if self._waiting:
+                    self.changed.notify_all()
 
 
 _current: Connection | None = None

@@ -17,7 +17,7 @@ from typing import Any, Final
 from stagecrew.errors import CoordinationTimeout, EvaluationEnded, RequestFailed
 from stagecrew.observability.error_summary import without_surrogates
 from stagecrew.wire import hops
-from stagecrew.wire.frames import encode
+from stagecrew.wire.frames import encode, encoder
 from stagecrew.wire.serialization import END, WINDOW, WINDOW_BYTES, pack, raised, unpack
 from stagecrew.worker.connection import Connection
 
@@ -32,6 +32,8 @@ _CREDIT: Final = 512
 _CREDIT_BYTES: Final = 1 << 17
 #: A failed evaluation waits at most this many seconds until the driver has its last events.
 _FAILURE_WAIT: Final = 1.0
+
+_request_frame: Final = encoder("REQUEST")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +181,7 @@ class TaskGateway:
                     self._awaited.add(sequence)
                     if hops.passed is not None:
                         hops.passed("task-sends", self.id, sequence)
-                    self._flush(encode("REQUEST", evaluation=self.id, sequence=sequence, payload=payload))
+                    self._flush(*_request_frame(self.id, sequence, payload))
                     break
             self._await_room(handled, seconds, deadline)
         outcome, reply = self._await_reply(sequence, deadline, f"did not reply within {seconds:g} s", self._check)
@@ -214,8 +216,9 @@ class TaskGateway:
     def _handle(self, frame: Any) -> None:
         """Handles a frame. Called with the connection's condition held."""
         if frame.kind == "REPLY":
-            if frame["sequence"] in self._awaited:
-                self._replies[frame["sequence"]] = (frame["outcome"], frame["payload"])
+            fields = frame.fields
+            if (sequence := fields["sequence"]) in self._awaited:
+                self._replies[sequence] = (fields["outcome"], fields["payload"])
         elif frame.kind == "EVENTS":
             self._events.extend(frame["payloads"])
         elif frame.kind == "HANDLED":
@@ -285,7 +288,8 @@ class TaskGateway:
 
         Then it returns the number of the last handled message, for `_await_room`. Called with the lock held.
         """
-        self._check()
+        if self._is_finished or self._abort_reason is not None:
+            self._check()
         handled = self._handled  # read before the check, because the reading thread changes it without the lock
         if self._has_room(size):
             return None
@@ -327,7 +331,7 @@ class TaskGateway:
             more = (encode("EVENTS", evaluation=self.id, first=self._first_unsent, payloads=unsent), *more)
         self._first_unsent = self._sequence + 1
         if more:
-            self._connection.send(b"".join(more))
+            self._connection.send(*more)
 
     def _start_flusher(self) -> None:
         with self._lock:
@@ -353,10 +357,11 @@ class TaskGateway:
         self, sequence: int, deadline: float, problem: str, check: Callable[[], None]
     ) -> tuple[str, bytes]:
         def pop_reply() -> tuple[str, bytes] | None:
-            if (reply := self._replies.pop(sequence, None)) is not None:
-                return reply
-            check()
-            return None
+            if (reply := self._replies.pop(sequence, None)) is None and (
+                self._is_finished or self._abort_reason is not None
+            ):
+                check()
+            return reply
 
         try:
             reply = self._connection.wait(pop_reply, max(deadline - time.monotonic(), 0.0))
