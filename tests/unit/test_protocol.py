@@ -114,7 +114,8 @@ class Protocol(RuleBasedStateMachine):
 
     # -- the environment of both ends
 
-    def sent_by_task(self, frames):
+    def sent_by_task(self, *pieces):
+        frames = b"".join(pieces)
         self.out += list(Decoder(1 << 20).feed(frames))
 
     def send(self, _executor, frame):
