@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
@@ -46,25 +45,15 @@ class Echo(stagecrew.Coordinator):
         journal.write(event="failed", reason=reason)
 def work(gateway, batches):
     gateway.request("both run")  # so each executor runs one of them
-    if not LAST:
-        return
     journal.write(event="worker")
     for number in itertools.count():
         assert gateway.request(number) == number
     yield
-def run(topology, name, last):
-    global LAST
-    LAST = last
-    operator = topology.coordinate(name, Echo)
-    operator.map(spark.range(0, 2, 1, 2), work, "n long").collect()
 spark = stagecrew.configure(session_builder("local-cluster[2,1,1024]")).getOrCreate()
 try:
     with stagecrew.crew(spark).topology("t") as topology:
-        uses = 0
-        while uses == 0 or not all(entry["direct"] for entry in journal.read(event="ready")[-2:]):
-            uses += 1  # executors announce themselves when their first evaluation begins
-            run(topology, f"early {uses}", last=False)
-        run(topology, "echo", last=True)
+        operator = topology.coordinate("echo", Echo)
+        operator.map(spark.range(0, 2, 1, 2), work, "n long").collect()
 except BaseException as error:
     journal.write(event="raised", type=type(error).__name__, text=str(error), cause=str(error.__cause__))
 """
@@ -95,34 +84,6 @@ def test_a_lost_jvm_of_the_driver_ends_direct_connections(tmp_path: Path, journa
     for partition in range(2):
         numbers = [entry["number"] for entry in journal.read(event="request", partition=partition)]
         assert numbers == list(range(len(numbers)))
-
-
-def have_direct_routes(spark):
-    """Runs four tasks on the four slots at the same time. Returns whether each has a direct route."""
-    coordinators: list[RecordingCoordinator] = []
-    routes = []
-    waiting: list[Future] = []
-
-    class Routes(RecordingCoordinator):
-        def ready(self, evaluation, gateway):
-            routes.append(gateway.route)
-            super().ready(evaluation, gateway)
-
-        def handle_request(self, evaluation, request):
-            waiting.append(Future())
-            if len(waiting) == 4:
-                for one in waiting:
-                    one.set_result(None)
-            return waiting[-1]
-
-    def work(gateway, batches):
-        gateway.request("all run")
-        yield batch_of(1)
-
-    with stagecrew.crew(spark).topology("early") as topology:
-        operator = topology.coordinate("o", lambda context: Routes(context, coordinators))
-        operator.map(spark.range(0, 4, 1, 4), work, "a long").collect()
-    return len(routes) == 4 and all(isinstance(route, DirectConnection) for route in routes)
 
 
 @pytest.mark.long
@@ -156,7 +117,6 @@ def test_a_lost_executor_that_continues_is_fenced(sessions: Sessions) -> None:
 
     coordinators: list[RecordingCoordinator] = []
     outcome = []
-    eventually(lambda: have_direct_routes(spark), 60, "both executors are connected directly")
     with stagecrew.crew(spark).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
         dataset = operator.map(spark.range(0, 4, 1, 4), work, "a long")

@@ -166,16 +166,23 @@ def test_acknowledgements_expire_while_frames_arrive(world: World) -> None:
 
 @pytest.mark.parametrize("problem", ["another executor", "no file", "no address file"])
 def test_an_executor_that_cannot_be_reached_directly_is_reached_through_the_jvm(world: World, problem: str) -> None:
-    """The address file may be on another host, or that of another executor. Then nothing fails."""
+    """The address file may be on another host, or that of another executor. Then nothing fails.
+
+    The executor is told, because its first evaluations wait for the connection. Without an address file, they do not.
+    """
     if problem == "another executor":
         world.announce()
         greet(world.executor, executor="2")
         eventually(lambda: world.executor.accepted[-1].recv(1) == b"", 10, "the driver has closed the connection")
     else:
         world.announce(address_file="" if problem == "no address file" else "/nowhere/channel.json")
+    if problem != "no address file":
+        (frame,) = drain(world.jvm, 1)
+        assert (frame.kind, frame["executor"], bytes(frame["frames"])) == ("TO", "1", encode("NO_DIRECT"))
     world.jvm.send("FROM", executor="1", frames=REQUEST)
     eventually(lambda: world.host.named("received"))
     assert world.host.calls == [("received", "1", ["REQUEST"], None)]
+    assert not world.jvm.frames(0.05)
 
 
 def test_an_executor_that_does_not_read_delays_no_other(world: World) -> None:

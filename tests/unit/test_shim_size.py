@@ -14,7 +14,7 @@ ADDED = {
     "Unix sockets, mutual proof, and a budget for strangers; only the JVM can listen before Python exists": 149,
     "a connection survives failed writes until its last frame is read, and the server a lack of threads": 3,
     "the times at which a request passes each hop": 28,
-    "the direct route between an executor and the driver's Python": 64,
+    "the direct route between an executor and the driver's Python": 78,
     "the question whether an evaluation is live, because the frames of two executors arrive in any order": 3,
 }
 WIDEST = 120

@@ -26,7 +26,7 @@ from stagecrew.coordination.route import Route
 from stagecrew.errors import ChannelClosed, ChannelError
 from stagecrew.wire import hops
 from stagecrew.wire.channel import Channel
-from stagecrew.wire.frames import encoded
+from stagecrew.wire.frames import encode, encoded
 from stagecrew.wire.serialization import TOGETHER
 
 __all__ = ["DriverChannel"]
@@ -252,6 +252,11 @@ class DriverChannel:
             )
         if not was_busy and self.host.is_busy:
             self._attention.set()
+
+    def decline(self, executor: str) -> None:
+        """Tells an executor that it gets no direct connection now, so that its first evaluations do not wait for it."""
+        self.send(executor, encode("NO_DIRECT"))
+        self.flush()
 
     def lost_route(self, direct: DirectConnection, reason: str) -> None:
         """Handles the end of a direct connection: the evaluations that used it have failed."""

@@ -37,6 +37,9 @@ class Reader(Protocol):
     def handle(self, frame: Frame, direct: DirectConnection) -> None:
         """Handles a frame that arrived on a direct connection."""
 
+    def decline(self, executor: str) -> None:
+        """Tells an executor that it gets no direct connection now."""
+
     def lost_route(self, direct: DirectConnection, reason: str) -> None:
         """Fails the evaluations that used this direct connection, because it has ended."""
 
@@ -82,6 +85,7 @@ class DirectConnections:
             self._pending.append(DirectConnection(executor, address_file))
         except ChannelError as error:
             _log.debug("executor %s is reached through the driver's JVM: %s", executor, error)
+            self._reader.decline(executor)
             if Path(address_file).exists():  # otherwise the executor is on another host
                 self._connect_later(executor, address_file, pause)
             return

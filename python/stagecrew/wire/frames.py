@@ -117,6 +117,8 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "LOST": (98, (("executor", "s"), ("reason", "s"))),
     # Where the driver's Python connects directly, if it is on the executor's host.
     "ANNOUNCE": (101, (("executor", "s"), ("address_file", "s"))),
+    # The driver's Python does not connect directly now.
+    "NO_DIRECT": (102, ()),
     "STATISTICS": (100, (("sequence", "q"), ("body", "s"))),
 }
 

@@ -245,6 +245,45 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     second.awaitEnd()
   }
 
+  test("the first evaluation waits for the direct connection that is being made") {
+    evaluations.expectDirect()
+    val worker = workerWaits(ready(1, 1))
+    val driver = new DirectDriver
+    worker.join(10000)
+    assert(driver.kinds == List("READY") && sentToDriver.isEmpty)
+    driver.awaitEnd()
+  }
+
+  test("the first evaluation does not wait when the driver's Python declines to connect") {
+    evaluations.expectDirect()
+    val worker = workerWaits(ready(1, 1))
+    driverSends(Frames.encode("NO_DIRECT"))
+    worker.join(10000)
+    assert(takeKinds(sentToDriver) == List("READY"))
+    workerSends(ready(2, 2))
+    assert(takeKinds(sentToDriver) == List("READY"))
+  }
+
+  test("without a word from the driver's Python, only the first evaluation waits, and for a limited time") {
+    evaluations.expectDirect()
+    val began = System.nanoTime()
+    workerSends(ready(1, 1))
+    val waited = System.nanoTime() - began
+    assert(takeKinds(sentToDriver) == List("READY") && waited < 10000000000L)
+    val beganAgain = System.nanoTime()
+    workerSends(ready(2, 2))
+    assert(takeKinds(sentToDriver) == List("READY") && System.nanoTime() - beganAgain < waited / 2)
+  }
+
+  /** A worker sends these frames from a thread, which is returned when it waits. */
+  private def workerWaits(frames: Array[Byte]*): Thread = {
+    val thread = new Thread(() => { workerSends(frames: _*); () })
+    thread.start()
+    eventually(assert(thread.getState == Thread.State.TIMED_WAITING))
+    assert(sentToDriver.isEmpty)
+    thread
+  }
+
   test("when the driver's JVM loses its Python, the evaluations of both routes end") {
     workerSends(ready(1, 1))
     val driver = new DirectDriver

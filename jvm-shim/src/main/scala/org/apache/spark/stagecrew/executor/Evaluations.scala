@@ -2,6 +2,8 @@ package org.apache.spark.stagecrew
 package executor
 
 import java.nio.ByteBuffer
+import java.util.concurrent.CountDownLatch
+import java.util.concurrent.TimeUnit.MILLISECONDS
 import scala.collection.mutable
 import driver._, spark._, wire._
 
@@ -23,6 +25,8 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
   private val byId = mutable.LongMap.empty[Evaluation]
   /** The link of the driver's Python, and the route over it. */
   @volatile private var direct = Option.empty[(Link, Route)]
+  /** Open once the driver's Python has connected directly, or has replied that it does not. */
+  @volatile private var directSettled = new CountDownLatch(0)
 
   /** Serves a worker's link with the role `evaluations` until it ends. Frames that have arrived together are sent to
     * the driver together. */
@@ -45,6 +49,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       before
     }
     before.foreach(_._1.close()) // the driver's Python has connected again
+    directSettled.countDown()
     val replies = new Batch
     try while (true) {
       val frame = link.readBytes(limit)
@@ -60,10 +65,21 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
   /** Whether evaluations that begin now use this link. */
   private[stagecrew] def isDirect(link: Link): Boolean = direct.exists(_._1 eq link)
 
+  /** The driver's Python is about to connect directly, or to reply that it does not. */
+  private[stagecrew] def expectDirect(): Unit = directSettled = new CountDownLatch(1)
+
+  /** The first evaluations wait for the direct link, because without it they would keep the slower route to their
+    * end. */
+  private def awaitDirect(): Unit = if (directSettled.getCount > 0) {
+    directSettled.await(DirectWaitMs, MILLISECONDS)
+    directSettled.countDown()
+  }
+
   private def onWorkerFrame(link: Link, frame: Array[Byte], batch: Batch): Unit = Frames.nameOf(frame) match {
     case "READY" =>
       val ready = Frames.decode(ByteBuffer.wrap(frame))
       val (id, attempt) = (ready.long("evaluation"), ready.long("attempt"))
+      awaitDirect()
       val evaluation = synchronized { // if the direct link ends now, `serveDriver` finds the evaluation
         val route = direct.map(_._2).getOrElse(rpc)
         val evaluation = new Evaluation(id, link, attempt, route, new Mailbox(maxEvents, maxBytes))
@@ -112,6 +128,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
   private def onDriverFrame(frame: Array[Byte], replies: Batch): Unit = Frames.nameOf(frame) match {
     // The driver has lost its connection to the coordinators, so every evaluation ends.
     case "LOST" => end(_ => true, "failed", Frames.decode(ByteBuffer.wrap(frame)).text("reason"))
+    case "NO_DIRECT" => directSettled.countDown()
     case kind => find(Frames.evaluationOf(frame)).foreach(onFrame(_, kind, frame, replies))
   }
 
@@ -190,11 +207,14 @@ object Evaluations {
     })
     // ANNOUNCE has the address file, so that the driver's Python can connect directly if it is on this host. The
     // endpoint's reference is sent only once, because its Java serialization is slow.
+    if (addressFile.nonEmpty) evaluations.expectDirect()
     driver.send(Rpc.withSender(endpoint, Frames.encode("ANNOUNCE", executor, addressFile)))
     evaluations
   }
 
   private val BatchBytes = 1 << 18
+  /** How long the first evaluations wait for the direct link. The driver's Python normally needs a few milliseconds. */
+  private val DirectWaitMs = 1000L
   private val Unneeded = "Spark needed no more of its rows"
   val Killed = "its attempt was killed"
   val Failed = "its attempt failed"

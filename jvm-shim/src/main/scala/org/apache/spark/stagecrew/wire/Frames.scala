@@ -73,6 +73,7 @@ object Frames {
     Kind("TO", 97, "executor" -> 's', "frames" -> 'b'),
     Kind("LOST", 98, "executor" -> 's', "reason" -> 's'),
     Kind("ANNOUNCE", 101, "executor" -> 's', "address_file" -> 's'),
+    Kind("NO_DIRECT", 102),
     Kind("STATISTICS", 100, "sequence" -> 'q', "body" -> 's'))
 
   private val byName = kinds.map(k => k.name -> k).toMap
