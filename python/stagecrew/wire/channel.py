@@ -123,9 +123,7 @@ class Channel:
             for frame in frames:
                 if sent < len(frame):
                     self._socket.sendall(memoryview(frame)[sent:])
-                    sent = 0
-                else:
-                    sent -= len(frame)
+                sent = max(0, sent - len(frame))
         except OSError as error:
             raise ChannelClosed(f"{self._peer} no longer reads: {error}") from error
 

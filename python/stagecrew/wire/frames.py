@@ -18,12 +18,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
 from stagecrew.errors import ChannelError
 
-__all__ = ["KINDS", "LARGE", "Decoder", "Field", "Frame", "decode", "decode_all", "encode", "encoded", "encoder"]
+__all__ = ["KINDS", "LARGE", "Decoder", "Field", "Frame", "decode", "decode_all", "encode", "encoded"]
 
 Field: TypeAlias = int | str | bytes | list[bytes]
 
@@ -172,26 +172,6 @@ def encode(kind: str, **fields: Field) -> bytes:
     '00000009050000000000000007'
     """
     return b"".join(_pieces(kind, fields))
-
-
-def encoder(kind: str) -> Callable[..., list[bytes]]:
-    """Returns a faster `encoded` for a kind whose fields are integers and then one of bytes. It takes their values.
-
-    Example:
-        >>> encoder("REQUEST")(7, 1, b"abc") == encoded("REQUEST", evaluation=7, sequence=1, payload=b"abc")
-        True
-    """
-    layout = _LAYOUTS[kind]
-    assert [type_ for _, type_ in layout.others] == ["b"], f"encode {kind} frames with `encode`"
-    number, size = layout.number, layout.size + _U32.size
-    pack = struct.Struct(layout.head.format + "I").pack
-
-    def encode_values(*values: Any) -> list[bytes]:
-        payload = values[-1]
-        head = pack(size + len(payload), number, *values[:-1], len(payload))
-        return [head + payload] if len(payload) < LARGE else [head, payload]
-
-    return encode_values
 
 
 def encoded(kind: str, **fields: Field) -> list[bytes]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from stagecrew.errors import CoordinationTimeout, EvaluationEnded, RequestFailed
 from stagecrew.observability.error_summary import without_surrogates
 from stagecrew.wire import hops
-from stagecrew.wire.frames import encode, encoder
+from stagecrew.wire.frames import encode, encoded
 from stagecrew.wire.serialization import END, WINDOW, WINDOW_BYTES, pack, raised, unpack
 from stagecrew.worker.connection import Connection
 
@@ -32,8 +32,6 @@ _CREDIT: Final = 512
 _CREDIT_BYTES: Final = 1 << 17
 #: A failed evaluation waits at most this many seconds until the driver has its last events.
 _FAILURE_WAIT: Final = 1.0
-
-_request_frame: Final = encoder("REQUEST")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +179,7 @@ class TaskGateway:
                     self._awaited.add(sequence)
                     if hops.passed is not None:
                         hops.passed("task-sends", self.id, sequence)
-                    self._flush(*_request_frame(self.id, sequence, payload))
+                    self._flush(*encoded("REQUEST", evaluation=self.id, sequence=sequence, payload=payload))
                     break
             self._await_room(handled, seconds, deadline)
         outcome, reply = self._await_reply(sequence, deadline, f"did not reply within {seconds:g} s", self._check)
@@ -288,8 +286,7 @@ class TaskGateway:
 
         Then it returns the number of the last handled message, for `_await_room`. Called with the lock held.
         """
-        if self._is_finished or self._abort_reason is not None:
-            self._check()
+        self._check()
         handled = self._handled  # read before the check, because the reading thread changes it without the lock
         if self._has_room(size):
             return None
@@ -357,9 +354,7 @@ class TaskGateway:
         self, sequence: int, deadline: float, problem: str, check: Callable[[], None]
     ) -> tuple[str, bytes]:
         def pop_reply() -> tuple[str, bytes] | None:
-            if (reply := self._replies.pop(sequence, None)) is None and (
-                self._is_finished or self._abort_reason is not None
-            ):
+            if (reply := self._replies.pop(sequence, None)) is None:
                 check()
             return reply
 
