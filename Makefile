@@ -8,9 +8,12 @@ STAMPS := build/.stamps
 JAR_SOURCES := build.sbt project/build.properties $(shell find jvm-shim/src/main python/stagecrew \
 	-name '*.scala' -o -name '*.java' -o -name '*.py' -o -path '*/resources/*' -type f 2>/dev/null)
 JAR := $(STAMPS)/jar
+# The newest PySpark of each other supported minor version.
+OTHER_SPARKS := 4.2.1 4.1.4 4.0.5
 unexport PYSPARK_PYTHON
 
-.PHONY: help setup jar check format smoke test test-unit test-jvm test-spark test-long soak docs bench charts demo compat clean
+.PHONY: help setup jar jars check format smoke test test-unit test-jvm test-spark test-matrix test-long soak docs bench \
+  charts demo compat clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +41,20 @@ jar: $(JAR) ## build the jar if its sources changed
 
 $(JAR): $(STAMPS)/venv $(JAR_SOURCES)
 	build/sbt shim/package shim/hdfsJar
+	@touch $@
+
+jars: jar $(OTHER_SPARKS:%=$(STAMPS)/jar-%) ## build the jar for each supported Spark: a release contains all of them
+
+# An environment with another PySpark, and everything that the tests need.
+$(STAMPS)/spark-%: $(STAMPS)/venv
+	test -x build/spark-$*/bin/python || $(PYTHON) -m venv build/spark-$*
+	grep -v '^pyspark' $(STAMPS)/requirements.txt > $@.txt
+	build/spark-$*/bin/python -m pip install -q -r $@.txt pyspark==$*
+	@touch $@
+
+$(STAMPS)/jar-%: $(STAMPS)/spark-% $(JAR_SOURCES)
+	STAGECREW_PYSPARK_HOME=$$(echo build/spark-$*/lib/python*/site-packages/pyspark) build/sbt shim/package
+	build/spark-$*/bin/python -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(STAMPS)/installed: $(JAR)
@@ -83,6 +100,12 @@ check-and-docs: setup
 	$(MAKE) check
 	$(MAKE) docs
 
+test-matrix: setup $(OTHER_SPARKS:%=$(STAMPS)/jar-%) ## run the contract tests with each other Spark: under 15 minutes; FULL=1 runs all tests
+	for spark in $(OTHER_SPARKS); do \
+	  echo "Spark $$spark" && build/spark-$$spark/bin/python -m pytest -q tests -n 2 --dist loadfile \
+	    --no-loadscope-reorder $(if $(FULL),-m "not long",-m contract) || exit 1; \
+	done
+
 test-long: setup $(STAMPS)/classes ## run the long seeded runs, the longest file first, and the third master
 	$(BIN)/pytest -q tests -m "long and alone"
 	$(BIN)/pytest -q tests/spark/test_splits.py tests -m "long and not alone" -n 2 --dist loadfile --no-loadscope-reorder
@@ -115,5 +138,5 @@ compat: setup ## run PySpark's own tests from SPARK_SOURCE, with and without the
 	$(BIN)/python tests/compat/run.py $(SPARK_SOURCE)
 
 clean: ## delete everything that was built
-	rm -rf $(STAMPS) build/peers build/spark-classes.jsa build/spark-home build/hdfs.jar site dist \
+	rm -rf $(STAMPS) build/peers build/spark-[0-9]* build/spark-classes.jsa build/spark-home build/hdfs.jar site dist \
 	  jvm-shim/target target python/stagecrew/jars

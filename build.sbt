@@ -17,6 +17,13 @@ val pysparkScalaVersion: String = {
     .getOrElse(sys.error(s"no scala-library jar in $pysparkHome/jars"))
 }
 
+// The Spark version as major.minor. It selects the compatibility file in src/main/scala-<version>.
+val sparkLine: String = {
+  val Core = """spark-core_.+-(\d+\.\d+)\..+\.jar""".r
+  pysparkJars.map(_.getName).collectFirst { case Core(line) => line }
+    .getOrElse(sys.error(s"no spark-core jar in $pysparkHome/jars"))
+}
+
 // An HDFS for the tests of sinks, in the version of PySpark's Hadoop client, because both run together.
 val Hdfs = config("hdfs").hide
 val hdfsJar = taskKey[File]("The jar of Hadoop's mini cluster, in build/hdfs.jar.")
@@ -41,6 +48,8 @@ lazy val shim = (project in file("jvm-shim"))
     scalaVersion := pysparkScalaVersion,
     scalaModuleInfo := scalaModuleInfo.value.map(_.withOverrideScalaVersion(true)),
     autoScalaLibrary := false,
+    target := baseDirectory.value / "target" / sparkLine,
+    Compile / unmanagedSourceDirectories += baseDirectory.value / "src" / "main" / s"scala-$sparkLine",
     Compile / unmanagedJars := pysparkJars.classpath,
     Test / unmanagedJars := pysparkJars.classpath,
     libraryDependencies += "org.scalatest" %% "scalatest" % "3.2.19" % Test,
@@ -62,9 +71,10 @@ lazy val shim = (project in file("jvm-shim"))
       val root = (ThisBuild / baseDirectory).value / "python"
       (root / "stagecrew" ** "*.py").get().map(source => source -> IO.relativize(root, source).get)
     },
-    Compile / packageBin / packageOptions += Package.ManifestAttributes("Implementation-Version" -> stagecrewVersion),
+    Compile / packageBin / packageOptions += Package.ManifestAttributes(
+      "Implementation-Version" -> stagecrewVersion, "Spark-Version" -> sparkLine),
     Compile / packageBin / artifactPath := (ThisBuild / baseDirectory).value / "python" / "stagecrew" / "jars" /
-      s"stagecrew_${scalaBinaryVersion.value}-$stagecrewVersion.jar",
+      s"stagecrew-spark-${sparkLine}_${scalaBinaryVersion.value}-$stagecrewVersion.jar",
     Test / fork := true,
     Test / javaOptions ++= Seq(
       "java.lang", "java.lang.invoke", "java.net", "java.nio", "java.util", "java.util.concurrent",

@@ -1,7 +1,8 @@
-"""The build hook: puts exactly one jar into `stagecrew/jars/` of the wheel and of the sdist.
+"""The build hook: puts the jars into `stagecrew/jars/` of the wheel and of the sdist.
 
-An sdist already contains the jar, so building from it needs neither sbt nor a JDK. In a git checkout, `build/sbt`
-builds the jar if it is missing or older than its sources.
+An sdist already contains them, so building from it needs neither sbt nor a JDK. In a git checkout, `make jars` builds
+the jar for each supported Spark. If there is none, or if a jar is older than its sources, `build/sbt` builds one, for
+the installed PySpark.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class JarHook(BuildHookInterface):
-    """Builds the jar if necessary. Fails if an sdist does not contain exactly one jar."""
+    """Builds a jar if necessary. Fails if an sdist contains no jar."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
         jars = root / "python" / "stagecrew" / "jars"
         if (root / "PKG-INFO").exists():
-            if len(list(jars.glob("*.jar"))) != 1:
-                raise RuntimeError("this sdist is broken, because it does not contain exactly one jar")
+            if not list(jars.glob("*.jar")):
+                raise RuntimeError("this sdist is broken, because it contains no jar")
             return
         sources = [
             path
@@ -31,10 +32,11 @@ class JarHook(BuildHookInterface):
         ]
         sources.append(root / "build.sbt")
         newest = max(path.stat().st_mtime for path in sources)
-        wanted = list(jars.glob(f"stagecrew_*-{self.metadata.version}.jar"))
-        if not wanted or wanted[0].stat().st_mtime < newest:
-            for stale in jars.glob("*.jar"):
-                stale.unlink()
+        name = f"stagecrew-spark-*-{self.metadata.version}.jar"
+        current = {path for path in jars.glob(name) if path.stat().st_mtime >= newest}
+        for stale in set(jars.glob("*.jar")) - current:
+            stale.unlink()
+        if not current:
             self.app.display_info("building the jar with build/sbt")
             try:
                 subprocess.run([str(root / "build" / "sbt"), "shim/package"], cwd=root, check=True)
@@ -43,6 +45,3 @@ class JarHook(BuildHookInterface):
                     "the jar could not be built. It needs a JDK 17+, and sbt or mvn on the PATH, and PySpark in .venv "
                     "(`make setup` does all that)"
                 ) from error
-        for stale in jars.glob("*.jar"):
-            if self.metadata.version not in stale.name:
-                stale.unlink()

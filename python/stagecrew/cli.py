@@ -77,13 +77,14 @@ def main() -> None:
 
 
 @main.command()
-def jar() -> None:
-    r"""Print the path of the jar.
+@click.option("--spark", metavar="VERSION", help="The Spark that will load the jar, such as 4.2 (default: installed).")
+def jar(spark: str | None) -> None:
+    r"""Print the path of the jar for the installed Spark.
 
     \b
     spark-submit --jars $(stagecrew jar) --conf spark.plugins=stagecrew.StagecrewPlugin app.py
     """
-    click.echo(jar_path())
+    click.echo(jar_path(spark))
 
 
 @main.command()

@@ -22,9 +22,10 @@ from rich.text import Text
 
 from stagecrew._version import __version__
 from stagecrew.errors import ConfigurationError, StagecrewError
-from stagecrew.jar import SPARK_LINE, jar_path
+from stagecrew.jar import installed_jars, jar_path
 from stagecrew.observability.console import redirect_stderr, spark_error_line
 from stagecrew.observability.error_summary import error_text
+from stagecrew.spark_version import SPARK_LINES, line_of, supported
 
 __all__ = ["Check", "examine", "java", "require_java", "show"]
 
@@ -134,8 +135,8 @@ def require_java() -> None:
 
 
 def pyspark_version() -> Check:
-    """Checks that the installed PySpark is of the Spark version that the jar is built for."""
-    install = f"pip install 'pyspark[sql]~={SPARK_LINE}.0'"
+    """Checks that stagecrew supports the installed PySpark."""
+    install = f"pip install 'pyspark[sql]~={SPARK_LINES[-1]}.0'"
     try:
         found = str(importlib.import_module("pyspark").__version__)
     except ImportError as error:
@@ -144,9 +145,10 @@ def pyspark_version() -> Check:
         return _broken("PySpark", error, install)
     except Exception as error:
         return _broken("PySpark", error, install)
-    if not found.startswith(f"{SPARK_LINE}."):
-        return Check("PySpark", "failed", f"{found}; the jar is built for Spark {SPARK_LINE}", install)
-    return Check("PySpark", "ok", f"{found}; the jar is built for Spark {SPARK_LINE}")
+    text = f"{found}; stagecrew supports Spark {supported()}"
+    if line_of(found) not in SPARK_LINES:
+        return Check("PySpark", "failed", text, install)
+    return Check("PySpark", "ok", text)
 
 
 def _broken(name: str, error: Exception, install: str) -> Check:
@@ -154,37 +156,41 @@ def _broken(name: str, error: Exception, install: str) -> Check:
 
 
 def jar() -> Check:
-    """Checks that there is a jar, and that its classes and its Python code have the version of this package."""
+    """Checks that there is a jar for the installed Spark, and that all jars have the version of this package."""
     reinstall = "pip install --force-reinstall stagecrew, or `make jar` in a checkout"
     try:
         path = jar_path()
     except StagecrewError as error:
-        return Check("Jar", "failed", "this installation has no jar", str(error))
+        return Check("Jar", "failed", "this installation has no jar for the installed Spark", str(error))
+    jars = installed_jars()
+    for line, one in jars.items():
+        if (problem := _jar_problem(line, one)) is not None:
+            return Check("Jar", "failed", problem, reinstall)
+    text = f"{__version__}, the same as the Python package, for Spark {', '.join(jars)}"
+    return Check("Jar", "ok", f"{text}: {path}")
+
+
+def _jar_problem(line: str, path: str) -> str | None:
+    """Returns what is wrong with the jar for this version of Spark. Returns None if nothing is wrong."""
     try:
         with zipfile.ZipFile(path) as archive:
             manifest = archive.read("META-INF/MANIFEST.MF").decode()
             inside = archive.read("stagecrew/_version.py").decode()
     except (OSError, zipfile.BadZipFile, KeyError) as error:
-        return Check("Jar", "failed", f"{path} cannot be read: {error}", reinstall)
-    versions = {
-        "classes": re.search(r"^Implementation-Version: (\S+)", manifest, re.MULTILINE),
-        "Python code": re.search(r'__version__ = "(.+)"', inside),
+        return f"{path} cannot be read: {error}"
+    expected = {
+        "classes": (re.search(r"^Implementation-Version: (\S+)", manifest, re.MULTILINE), __version__),
+        "Python code": (re.search(r'__version__ = "(.+)"', inside), __version__),
+        "Spark": (re.search(r"^Spark-Version: (\S+)", manifest, re.MULTILINE), line),
     }
-    for what, match in versions.items():
-        version = match[1] if match else "unknown"
-        if version != __version__:
-            return Check(
-                "Jar",
-                "failed",
-                f"the version of the {what} in the jar is {version}, that of the Python package is {__version__}: "
-                f"{path}",
-                reinstall,
-            )
-    return Check("Jar", "ok", f"{__version__}, the same as the Python package: {path}")
+    for what, (match, version) in expected.items():
+        if (found := match[1] if match else "unknown") != version:
+            return f"the version of the {what} in the jar is {found}, and must be {version}: {path}"
+    return None
 
 
 def pandas_version() -> Check:
-    """Checks pandas, which PySpark's Arrow functions need; PySpark 4.3 does not support pandas 3."""
+    """Checks pandas, which PySpark's Arrow functions need; PySpark does not support pandas 3."""
     install = "pip install 'pandas>=2.2,<3'"
     try:
         found = str(importlib.import_module("pandas").__version__)
@@ -195,7 +201,7 @@ def pandas_version() -> Check:
     except Exception as error:
         return _broken("pandas", error, install)
     if int(found.split(".", maxsplit=1)[0]) >= 3:
-        return Check("pandas", "failed", f"{found}; PySpark {SPARK_LINE} does not support pandas 3", install)
+        return Check("pandas", "failed", f"{found}; PySpark {supported()} does not support pandas 3", install)
     return Check("pandas", "ok", found)
 
 

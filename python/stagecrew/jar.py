@@ -1,4 +1,4 @@
-"""The path of the jar, and the Spark properties that enable the plugin.
+"""The paths of the jars, and the Spark properties that enable the plugin.
 
 This module does not import PySpark, so that the `stagecrew` command starts quickly.
 """
@@ -7,29 +7,33 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+import zipimport
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from stagecrew._version import __version__
 from stagecrew.conf import PLUGIN
 from stagecrew.errors import ConfigurationError
+from stagecrew.spark_version import SPARK_LINES, installed_spark, line_of, require_supported
 
-__all__ = ["SPARK_LINE", "found_spark_submit", "jar_path", "joined", "spark_conf"]
-
-#: The Spark version that the jar is built for, as major.minor.
-SPARK_LINE: Final = "4.3"
+__all__ = ["found_spark_submit", "installed_jars", "jar_path", "joined", "spark_conf"]
 
 
-def jar_path() -> str:
-    """Returns the path of this package's jar.
+def jar_path(spark: str | None = None) -> str:
+    """Returns the path of this package's jar for a version of Spark.
+
+    Args:
+        spark: A version of Spark, such as `4.2` or `4.2.1`. The default is the installed Spark: that of SPARK_HOME if
+            it is set, otherwise that of PySpark.
 
     Returns:
-        An absolute path.
+        An absolute path. If this package was imported from a jar (`--py-files`), the path of that jar.
 
     Raises:
-        ConfigurationError: This installation has no jar.
+        ConfigurationError: stagecrew does not support this version of Spark.
+        ConfigurationError: This installation has no jar for it.
+        ConfigurationError: Spark is not installed, and this installation has several jars.
 
     Examples:
         >>> import stagecrew
@@ -38,15 +42,44 @@ def jar_path() -> str:
 
         On the command line: `spark-submit --jars $(stagecrew jar) ...`.
     """
-    jars = sorted(
-        Path(str(importlib.resources.files("stagecrew"))).joinpath("jars").glob(f"stagecrew_*-{__version__}.jar")
-    )
+    version = spark or installed_spark()
+    if version is not None:
+        require_supported(version)
+    if (archive := _own_archive()) is not None:
+        return archive
+    jars = installed_jars()
     if not jars:
         raise ConfigurationError(
             f"the installation of stagecrew {__version__} has no jar: reinstall it (`pip install --force-reinstall "
             f"stagecrew`), or run `make jar` in a checkout"
         )
-    return str(jars[0])
+    has = f"this installation of stagecrew {__version__} has jars for Spark {', '.join(jars)}"
+    if version is None:
+        if len(jars) > 1:
+            raise ConfigurationError(
+                f"{has}, and Spark is not installed here: name its version, as in `stagecrew jar --spark "
+                f"{SPARK_LINES[-1]}`"
+            )
+        version = next(iter(jars))
+    if (found := jars.get(line_of(version))) is None:
+        raise ConfigurationError(
+            f"{has}, and not for Spark {version}: install the wheel of a release, which has all jars, or run `make "
+            f"jars` in a checkout"
+        )
+    return found
+
+
+def installed_jars() -> dict[str, str]:
+    """Returns the paths of this package's jars by the version of Spark that they are built for, as major.minor."""
+    folder = Path(str(importlib.resources.files("stagecrew")), "jars")
+    found = {line: sorted(folder.glob(f"stagecrew-spark-{line}_*-{__version__}.jar")) for line in SPARK_LINES}
+    return {line: str(jars[0]) for line, jars in found.items() if jars}
+
+
+def _own_archive() -> str | None:
+    """Returns the path of the jar that this package was imported from. None if it was imported from a folder."""
+    loader = getattr(__spec__, "loader", None)
+    return str(Path(loader.archive).absolute()) if isinstance(loader, zipimport.zipimporter) else None
 
 
 def found_spark_submit() -> str:

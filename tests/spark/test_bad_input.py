@@ -171,7 +171,7 @@ def run_driver(script: str, **environment: str) -> subprocess.CompletedProcess[s
 
 def test_a_jar_of_another_version_is_refused(tmp_path):
     """If the jar and the package have different versions, the error names both and the path of the right jar."""
-    other = tmp_path / "stagecrew_2.13-0.0.1.jar"
+    other = tmp_path / "stagecrew-spark-4.3_2.13-0.0.1.jar"
     with zipfile.ZipFile(stagecrew.jar_path()) as jar, zipfile.ZipFile(other, "w") as other_jar:
         for item in jar.infolist():
             data = jar.read(item)

@@ -331,12 +331,12 @@ def test_a_builder_that_would_create_a_connect_session(builder, monkeypatch, opt
             getattr(stagecrew.configure(builder), name)()
 
 
-@pytest.mark.parametrize("version", ["4.2.9", "4.30.0", "4.4.0", "3.5.1"])
+@pytest.mark.parametrize("version", ["4.30.0", "4.4.0", "5.0.0", "3.5.1"])
 def test_another_version_of_spark_is_refused(builder, monkeypatch, version):
-    """`configure` refuses other Spark versions. The error names both versions and what to install."""
+    """`configure` refuses other Spark versions. The error names the versions and what to install."""
     monkeypatch.setattr(pyspark, "__version__", version)
     with pytest.raises(
-        ConfigurationError, match=rf"built for Spark 4\.3, and pyspark {version} is installed: `pip install"
+        ConfigurationError, match=rf"supports Spark 4\.0 to 4\.3, and this is Spark {version}: `pip ins"
     ):
         stagecrew.configure(builder)
 

@@ -35,13 +35,15 @@ def jar(tmp_path, monkeypatch):
     path = tmp_path / "stagecrew.jar"
     write_jar(path, stagecrew.__version__, stagecrew.__version__)
     for module in ("stagecrew.cli", "stagecrew.doctor", "stagecrew.jar"):
-        monkeypatch.setattr(f"{module}.jar_path", lambda: str(path))
+        monkeypatch.setattr(f"{module}.jar_path", lambda spark=None: str(path))
+    monkeypatch.setattr("stagecrew.doctor.installed_jars", lambda: {"4.3": str(path)})
     return path
 
 
-def write_jar(path: Path, classes: str, python: str) -> None:
+def write_jar(path: Path, classes: str, python: str, spark: str = "4.3") -> None:
+    manifest = f"Manifest-Version: 1.0\r\nImplementation-Version: {classes}\r\nSpark-Version: {spark}\r\n"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("META-INF/MANIFEST.MF", f"Manifest-Version: 1.0\r\nImplementation-Version: {classes}\r\n")
+        archive.writestr("META-INF/MANIFEST.MF", manifest)
         archive.writestr("stagecrew/_version.py", f'__version__ = "{python}"\n')
 
 
@@ -73,7 +75,7 @@ def test_every_command_has_help(command):
 def test_commands_that_do_not_need_pyspark_do_not_import_it(arguments):
     """Help, `jar` and `conf` run without PySpark and PyArrow."""
     code = (
-        "import sys, stagecrew.jar; stagecrew.jar.jar_path = lambda: '/x.jar'; import stagecrew.cli\n"
+        "import sys, stagecrew.jar; stagecrew.jar.jar_path = lambda spark=None: '/x.jar'; import stagecrew.cli\n"
         f"try: stagecrew.cli.main({arguments!r})\n"
         "except SystemExit as e: assert not e.code\n"
         "sys.exit('pyspark' in sys.modules or 'pyarrow' in sys.modules)"
@@ -106,7 +108,7 @@ def test_an_unreachable_store_is_reported_in_one_line():
 def test_an_error_of_stagecrew_is_printed_in_one_line(monkeypatch):
     """The message of a stagecrew error is printed to standard error without a traceback, and the exit code is 1."""
 
-    def missing():
+    def missing(spark):
         raise ConfigurationError("there is no jar [here]:\nrun `make jar`")
 
     monkeypatch.setattr(cli, "jar_path", missing)
@@ -118,7 +120,7 @@ def test_an_error_of_stagecrew_is_printed_in_one_line(monkeypatch):
 def test_an_unexpected_exception_keeps_its_traceback(monkeypatch):
     """An exception that is not a stagecrew error is a bug, and is not reported as a user's mistake."""
 
-    def broken():
+    def broken(spark):
         raise ZeroDivisionError
 
     monkeypatch.setattr(cli, "jar_path", broken)
@@ -233,7 +235,7 @@ def test_an_unreadable_jar_is_a_failed_check(jar):
 
 def test_doctor_refuses_other_versions_of_pyspark_and_pandas(monkeypatch):
     """An older PySpark and pandas 3 fail, each with a remedy. Missing pandas is a warning."""
-    monkeypatch.setattr("pyspark.__version__", "4.1.4")
+    monkeypatch.setattr("pyspark.__version__", "3.5.9")
     monkeypatch.setattr("pandas.__version__", "3.0.1")
     assert (doctor.pyspark_version().status, doctor.pandas_version().status) == ("failed", "failed")
     assert "pip install 'pyspark[sql]~=4.3.0'" in doctor.pyspark_version().remedy

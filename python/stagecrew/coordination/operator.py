@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from stagecrew.coordination.bound_function import BoundFunction
 from stagecrew.errors import OperatorMisused, TopologyError
+from stagecrew.spark_version import arrow_schema
 from stagecrew.worker.evaluations import evaluate
 from stagecrew.worker.task_gateway import Bound
 
@@ -121,7 +122,6 @@ class Operator:
             CoordinatorFailed: A coordinator of the topology has failed.
         """
         from pyspark.sql import functions as f
-        from pyspark.sql.pandas.types import to_arrow_schema
         from pyspark.sql.types import StructType
 
         if not hasattr(dataset, "mapInArrow"):
@@ -132,7 +132,7 @@ class Operator:
             raise OperatorMisused(
                 f"the schema of operator {self.name!r} must be a StructType or a text such as 'id long', not {schema!r}"
             )
-        to_arrow_schema(parsed, timezone="UTC")
+        arrow_schema(parsed)
         bound = self.bound(work, subtask=SUBTASK, name=name)
 
         def mapped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -15,6 +15,7 @@ from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.errors import OperatorMisused
 from stagecrew.operators.commits import commit
 from stagecrew.operators.committer import CommitReport, Committer, Message, Staging
+from stagecrew.spark_version import arrow_schema
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -110,8 +111,6 @@ def commit_dataset(
 
     `task_timeout` is how many seconds the driver waits for tasks that are still staging rows that it does not need.
     """
-    from pyspark.sql.pandas.types import to_arrow_schema
-
     from stagecrew.coordination.operator import Operator
 
     _check(dataset, sink)
@@ -148,7 +147,7 @@ def commit_dataset(
                 commit_id, task_timeout,
             )  # fmt: skip
 
-    schema = to_arrow_schema(dataset.schema, timezone="UTC")
+    schema = arrow_schema(dataset.schema)
     try:
         report = commit(sink, commit_log, commit_id, schema, execute, wait_for_tasks, content=content, writer=writer)
         if coordinators:

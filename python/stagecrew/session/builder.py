@@ -17,12 +17,13 @@ from pyspark.util import default_api_mode
 from stagecrew._version import __version__
 from stagecrew.conf import PLUGIN
 from stagecrew.errors import ConfigurationError, NotActive, OperatorMisused
-from stagecrew.jar import SPARK_LINE, jar_path, joined, spark_conf
+from stagecrew.jar import jar_path, joined, spark_conf
 from stagecrew.listeners.listener import Listener
 from stagecrew.session.application import Application
 from stagecrew.session.crew import Crew
 from stagecrew.session.registration import check_imports, checked, class_names, pickled
 from stagecrew.session.running_job import running_job
+from stagecrew.spark_version import require_supported
 
 if TYPE_CHECKING:
     from stagecrew.coordination.checkpoints import Checkpoint
@@ -103,11 +104,7 @@ def configure(
         if type(builder).__module__.startswith("pyspark.sql.connect"):
             raise ConfigurationError(_CONNECT)
         raise ConfigurationError(f"stagecrew.configure takes SparkSession.builder, not {type(builder).__name__}")
-    if not pyspark.__version__.startswith(SPARK_LINE + "."):
-        raise ConfigurationError(
-            f"stagecrew {__version__} is built for Spark {SPARK_LINE}, and pyspark {pyspark.__version__} is installed: "
-            f"`pip install 'pyspark~={SPARK_LINE}.0'`"
-        )
+    require_supported(pyspark.__version__)
     registered, classes = checked(listeners), class_names(jvm_listeners)
     pickled(registered)  # so that an error is raised here, and not when the session starts
     factories = dict(coordinators or {})

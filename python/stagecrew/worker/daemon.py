@@ -13,7 +13,7 @@ daemon with these functions replaced:
   (`graceful_shutdown`).
 - `fork` and `poll`, so that the daemon samples its workers when its loop wakes and has nothing to do (`sampling`).
 
-Source: pyspark/daemon.py and pyspark/worker.py of Spark 4.3.
+Source: pyspark/daemon.py and pyspark/worker.py of Spark 4.0 to 4.3.
 """
 
 from __future__ import annotations
@@ -177,6 +177,8 @@ def _hook_pyspark() -> None:
         original_handle(error, *args, **kwargs)
 
     pyspark.worker.main = main
+    if hasattr(pyspark.daemon, "worker_main"):  # before 4.2, the daemon imports `main` when it starts
+        pyspark.daemon.worker_main = main
     pyspark.worker.setup_broadcasts = setup_broadcasts  # type: ignore[attr-defined]
     pyspark.worker.handle_worker_exception = handle_worker_exception  # type: ignore[attr-defined, assignment]
     _hooked = True

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from stagecrew.errors import OperatorFailed, OperatorMisused
 from stagecrew.files import file_system
+from stagecrew.spark_version import arrow_schema, spark_schema
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -59,8 +60,6 @@ class _ArrowFiles:
 
         Spark identifies the columns of a batch by position, and checks neither names nor types.
         """
-        from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
-
         found = self._dataset.schema
         if self.columns is not None:
             if unknown := [name for name in self.columns if name not in found.names]:
@@ -70,14 +69,12 @@ class _ArrowFiles:
                 )
             found = pa.schema([found.field(name) for name in self.columns])
         # A column without nulls in one file may have nulls in another. Spark would not check for them.
-        return to_arrow_schema(from_arrow_schema(found).toNullable(), timezone="UTC")
+        return arrow_schema(spark_schema(found).toNullable())
 
     @property
     def schema(self) -> StructType:
         """The schema of the rows, for `Topology.splits`."""
-        from pyspark.sql.pandas.types import from_arrow_schema
-
-        return from_arrow_schema(self._arrow_schema)
+        return spark_schema(self._arrow_schema)
 
     def __getstate__(self) -> dict[str, Any]:
         # Include the schema that the driver found, so that tasks need not read it.

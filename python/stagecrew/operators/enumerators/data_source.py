@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import pyarrow as pa
 
 from stagecrew.errors import OperatorFailed
+from stagecrew.spark_version import arrow_schema
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSource, InputPartition
@@ -86,19 +87,18 @@ class DataSourcePartitions:
             OperatorFailed: If a named row or a batch has other columns than the schema.
         """
         from pyspark.sql.conversion import LocalDataToArrowConversion
-        from pyspark.sql.pandas.types import to_arrow_schema
 
         in_order = _Order(self.schema.fieldNames())
-        arrow_schema = to_arrow_schema(self.schema, timezone="UTC")
+        expected = arrow_schema(self.schema)
         rows = iter(self._reader.read(split[1]))  # type: ignore[arg-type]
         while some := list(itertools.islice(rows, _ROWS)):
             for are_batches, part in itertools.groupby(some, lambda row: isinstance(row, pa.RecordBatch)):
                 if are_batches:
                     for batch in part:  # Spark would identify the columns by their positions
-                        if not arrow_schema.equals(batch.schema):
+                        if not expected.equals(batch.schema):
                             raise OperatorFailed(
                                 f"the reader yielded a batch with the columns {_columns(batch.schema)}, but the "
-                                f"schema is {_columns(arrow_schema)}: yield batches of this schema"
+                                f"schema is {_columns(expected)}: yield batches of this schema"
                             )
                         yield batch
                 else:  # as Spark converts them: a time without a zone is in this host's zone

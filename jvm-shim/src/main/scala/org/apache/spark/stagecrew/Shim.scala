@@ -17,13 +17,6 @@ object Shim {
   /** The path of this jar on this host. */
   def jar: String = new File(getClass.getProtectionDomain.getCodeSource.getLocation.toURI).getAbsolutePath
 
-  /** The Spark version that this jar was built for, as major.minor. */
-  val SparkLine = "4.3"
-
-  def checkSpark(running: String): Unit = if (!running.startsWith(SparkLine + ".")) throw new IllegalStateException(
-    s"stagecrew $version is built for Spark $SparkLine, but this is Spark $running: install pyspark $SparkLine, or a " +
-      s"stagecrew for Spark $running")
-
   private val drivers = new ConcurrentHashMap[String, DriverFacade]()
 
   /** For Python: the facade of an application's driver. Null if the plugin is not running in the application. */

@@ -70,13 +70,6 @@ class SettingsSuite extends AnyFunSuite {
     assert(!none.contains("spark.executorEnv.PYTHONPATH")) // it would replace the executors' own PYTHONPATH
   }
 
-  test("another Spark version is refused, and both versions are named") {
-    Shim.checkSpark("4.3.0")
-    Seq("4.2.1", "4.30.0", "5.0.0").foreach { version =>
-      assert(intercept[IllegalStateException](Shim.checkSpark(version)).getMessage.contains(version))
-    }
-  }
-
   test("the application topology has the listeners of the configuration, JVM listeners first") {
     val user = conf(Settings.Listeners -> "pools:orders", Settings.JvmListeners -> "a.b.Mdc",
       "spark.pyspark.python" -> "python9", "spark.executorEnv.X" -> "y")

@@ -35,6 +35,7 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
       val chain = topologyId.flatMap(topologies.get).toSeq.flatMap(crew.chainOf).filter(_.state != "closed")
       val counted = (chain ++ topologies.get(Description.Application)).distinct
       counted.foreach(_.jobs += 1)
+      Option(event.properties).flatMap(SparkVersion.runOf).foreach(run => chain.foreach(_.queries += run))
       // A query with AQE that is cancelled between two of its jobs still starts the next job.
       chain.flatMap(_.cancelled).headOption.foreach(reason => crew.sc.cancelJob(event.jobId, reason))
       crew.publish(counted: _*)
@@ -58,7 +59,7 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
     }
     case started: QueryStartedEvent => inLoop {
       executions.queryStarted(started.id.toString, started.runId.toString)
-      tagged(started.jobTags).foreach(_.queries += started.runId.toString)
+      tagged(SparkVersion.tagsOf(started)).foreach(_.queries += started.runId.toString)
     }
     case ended: QueryTerminatedEvent => inLoop {
       topologies.values.foreach(_.queries -= ended.runId.toString)

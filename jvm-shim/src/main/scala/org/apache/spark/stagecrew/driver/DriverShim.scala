@@ -4,7 +4,7 @@ package driver
 import java.io.File
 import java.util.{Collections, Map => JMap}
 import scala.collection.immutable.VectorMap
-import org.apache.spark.{SPARK_VERSION, SparkConf, SparkContext}
+import org.apache.spark.{SparkConf, SparkContext}
 import org.apache.spark.api.plugin.{DriverPlugin, PluginContext}
 import executor._, partitions._, spark._, ui._, wire._
 
@@ -16,7 +16,6 @@ final class DriverShim extends DriverPlugin {
   private var sc: SparkContext = _
 
   override def init(context: SparkContext, plugin: PluginContext): JMap[String, String] = {
-    Shim.checkSpark(SPARK_VERSION)
     sc = context
     val conf = SparkInternals.conf(sc)
     DriverShim.configure(conf)

@@ -164,8 +164,8 @@ final class ExecutorCrew(
 
   /** Runs a call on the watchdog thread after a delay. The loop is not used, because it writes to links, and a process
     * that hangs can block it. */
-  private[stagecrew] def watch(ms: Long)(f: => Unit): Unit =
-    watchdog.schedule((() => Log.contained("killing overdue processes")(f)): Runnable, ms + 10, TimeUnit.MILLISECONDS)
+  private[stagecrew] def later(ms: Long, purpose: String)(f: => Unit): Unit =
+    watchdog.schedule((() => Log.contained(purpose)(f)): Runnable, ms, TimeUnit.MILLISECONDS)
 }
 
 object ExecutorCrew {

@@ -34,7 +34,7 @@ private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandl
       val timeoutMs = frame.long("timeout") + PythonLinks.HookGraceMs
       processes.hookBegan(link, frame.text("topology"), frame.long("listener").toInt, frame.text("hook"),
         System.nanoTime() + timeoutMs * 1000000L)
-      crew.watch(timeoutMs)(killOverdue())
+      crew.later(timeoutMs + 10, "killing overdue processes")(killOverdue())
     case "HOOK_DONE" =>
       processes.hookEnded(link, frame.text("topology"), frame.long("listener").toInt, frame.text("hook"),
         frame.text("outcome") != "ok", frame.long("micros"), frame.text("error"), frame.text("line"))

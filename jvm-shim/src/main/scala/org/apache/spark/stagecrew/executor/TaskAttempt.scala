@@ -141,7 +141,7 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     * spark.python.task.killTimeout), and its evaluations end. A worker that has not begun the attempt receives SIGTERM
     * when it does, and a worker without listeners receives none. */
   private def addInterruptListener(attempt: TaskAttempt): Unit = {
-    attempt.task.addTaskInterruptListener { (_: TaskContext, _: String) =>
+    SparkVersion.onInterrupt(attempt.task, crew.later(PollMs, "polling an attempt")) {
       attempt.failure = Some(Evaluations.Killed)
       processes.running(attempt.id).foreach(links.terminate)
       evaluations.foreach(_.interrupted(attempt.id))
@@ -212,6 +212,9 @@ object TaskAttempts {
   private val UnifiedProperty = "spark.sql.execution.udf.unified.execution.enabled"
 
   val UnifiedMessage: String = s"$UnifiedProperty=true starts Python processes that bypass stagecrew; set it to false"
+
+  /** How often an attempt is polled, if Spark does not report that it asks the attempt to end. */
+  private val PollMs = 100L
 
   /** How long a worker may take to report the end of an attempt after Spark has ended it. */
   private val AbandonedGraceMs = 2000L

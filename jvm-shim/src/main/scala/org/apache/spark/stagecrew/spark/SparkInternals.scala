@@ -14,7 +14,7 @@ import org.apache.spark.internal.config
 import org.apache.spark.network.shuffle.ExternalBlockStoreClient
 import org.apache.spark.rdd.RDD
 import org.apache.spark.scheduler._
-import org.apache.spark.shuffle.{IndexShuffleBlockResolver, ShuffleBlockResolver}
+import org.apache.spark.shuffle.IndexShuffleBlockResolver
 import org.apache.spark.shuffle.api.ShuffleDataIO
 import org.apache.spark.shuffle.sort.SortShuffleManager
 import org.apache.spark.sql.classic.Dataset
@@ -57,12 +57,9 @@ private[stagecrew] object SparkInternals {
 
   // -- Stored partitions on an executor: core/shuffle/{IndexShuffleBlockResolver, ShuffleBlockResolver}.scala
 
-  private def resolver: Option[ShuffleBlockResolver] =
-    Option(SparkEnv.get.blockingShuffleManager).flatMap(manager => Option(manager.shuffleBlockResolver))
-
   /** Deletes the files of a map task like core/shuffle/sort/SortShuffleManager.scala. Returns false if files are left,
     * because Spark only logs that it could not delete a file. */
-  def deleteOutput(output: Output): Boolean = resolver match {
+  def deleteOutput(output: Output): Boolean = SparkVersion.resolver(SparkEnv.get) match {
     case Some(resolver: IndexShuffleBlockResolver) =>
       resolver.removeDataByMap(output.shuffle, output.attempt)
       val checksums = SparkEnv.get.conf.get(config.SHUFFLE_CHECKSUM_ALGORITHM)

@@ -1,6 +1,7 @@
 package org.apache.spark.sql.execution
 
 import scala.reflect.ClassTag
+import scala.util.Try
 import org.apache.spark.ShuffleDependency
 import org.apache.spark.rdd.RDD
 import org.apache.spark.sql.classic
@@ -21,8 +22,8 @@ private[spark] object StagecrewPlans {
 
   def stored(dataset: classic.Dataset[_]): Found = {
     val lazyPlan = field[QueryExecution, LazyTry[SparkPlan]]("lazyExecutedPlan", dataset.queryExecution)
-    val materialized = field[LazyTry[_], java.lang.Boolean]("materialized", lazyPlan).booleanValue
-    val executed = if (materialized) of(lazyPlan.get) else Found()
+    val plan = Option(field[LazyTry[_], Try[SparkPlan]]("tryT", lazyPlan)).flatMap(_.toOption)
+    val executed = plan.fold(Found())(of)
     val cached = dataset.sparkSession.sharedState.cacheManager.lookupCachedData(dataset).toSeq
     cached.map(data => of(data.cachedRepresentation.cacheBuilder)).foldLeft(executed)(_ + _)
   }

@@ -1,0 +1,28 @@
+package org.apache.spark.stagecrew
+package spark
+
+import java.util.Properties
+import scala.annotation.unused
+import org.apache.spark.{SparkEnv, TaskContext}
+import org.apache.spark.shuffle.ShuffleBlockResolver
+import org.apache.spark.sql.streaming.StreamingQueryListener.QueryStartedEvent
+
+/** What differs between the minor versions of Spark. This file is for 4.3. */
+private[stagecrew] object SparkVersion {
+  /** The Spark version that this jar was built for, as major.minor. */
+  val Line = "4.3"
+
+  /** Finds the files of shuffles on this executor. None before the shuffle manager exists. */
+  def resolver(env: SparkEnv): Option[ShuffleBlockResolver] =
+    Option(env.blockingShuffleManager).flatMap(manager => Option(manager.shuffleBlockResolver))
+
+  /** Calls `action` when Spark asks the task to end. */
+  def onInterrupt(task: TaskContext, @unused later: (=> Unit) => Unit)(action: => Unit): Unit =
+    task.addTaskInterruptListener((_: TaskContext, _: String) => action)
+
+  /** The tags of the session that started a streaming query. */
+  def tagsOf(started: QueryStartedEvent): Set[String] = started.jobTags.toSet
+
+  /** The run of the streaming query that a job with these properties belongs to, if `tagsOf` does not work. */
+  def runOf(@unused job: Properties): Option[String] = None
+}
