@@ -24,6 +24,14 @@ hypothesis.settings.register_profile("stagecrew", deadline=None)
 hypothesis.settings.load_profile("stagecrew")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """PySpark 4.0 does not close the sockets from which it reads the results of actions."""
+    import pyspark
+
+    if pyspark.__version__.startswith("4.0."):
+        config.addinivalue_line("filterwarnings", "ignore:unclosed <socket.socket:ResourceWarning")
+
+
 class ModuleAndMasterScheduling(LoadFileScheduling):
     """Runs the tests of one module with one master in one process. `--dist loadfile` means this scheduling here.
 

@@ -262,10 +262,12 @@ def _application(master: str, log: Path) -> list[Check]:
     with redirect_stderr(log):
         session = stagecrew.configure(builder).getOrCreate()
     try:
-        stagecrew.crew(session)
-        started = Check(
-            "Spark", "ok", f"{session.version} started with master {master}, and the plugin is active in it"
-        )
+        problems = stagecrew.crew(session).connection.problems()
+        text = f"{session.version} started with master {master}, and the plugin is active in it"
+        if problems:
+            started = Check("Spark", "warning", f"{text}, but {'; '.join(problems)}", "use another version of Spark")
+        else:
+            started = Check("Spark", "ok", text)
         try:
             seen = _first_task(session)
         except Exception as error:

@@ -201,6 +201,35 @@ def test_an_outer_topology_keeps_a_dataset_that_an_inner_one_ran(spark, crew, tm
     assert run_and_count_tasks(spark, dataset.collect)[1] == 4
 
 
+def test_a_kept_dataset_that_cannot_be_found_is_not_released(spark, crew, tmp_path, stored_before):
+    """If the partitions of a kept dataset cannot be found, all partitions of the topology are kept.
+
+    This also holds for partitions of an inner topology that an outer one wants to keep.
+    """
+    unknown = spark._jvm.java.lang.Object()
+    datasets = [summed_rdd(spark) for _ in range(2)]  # Spark removes the shuffles of datasets that are not referenced
+    with crew.topology("t", release="all") as topology:
+        datasets[0].collect()
+        topology._connection.keep(topology.id, unknown)
+    assert len(stored_since(spark, tmp_path, stored_before)[1]) == 1
+    with crew.topology("outer", release="all") as outer:
+        outer._connection.keep(outer.id, unknown)
+        with crew.topology("inner", release="all"):
+            datasets[1].collect()
+        assert len(stored_since(spark, tmp_path, stored_before)[1]) == 2
+
+
+def test_keep_raises_if_this_spark_does_not_allow_it(spark, crew, monkeypatch):
+    """The error says what this Spark lacks. The topology continues."""
+    with crew.topology("t") as topology:
+        assert topology._connection.problems() == []
+        with monkeypatch.context() as patched:
+            patched.setattr(type(topology._connection), "problems", lambda self: ["Spark lacks a.b"])
+            with pytest.raises(stagecrew.errors.ConfigurationError, match="Spark lacks a.b"):
+                topology.keep(spark.range(3))
+        topology.keep(spark.range(3))
+
+
 LEVELS = [StorageLevel.MEMORY_ONLY, StorageLevel.MEMORY_AND_DISK, StorageLevel.DISK_ONLY]
 
 

@@ -129,8 +129,18 @@ class PluginConnection:
         return found
 
     def keep(self, topology: str, dataset: Any) -> None:
-        """Keeps the stored partitions of a JVM dataset when the topology ends."""
+        """Keeps the stored partitions of a JVM dataset when the topology ends.
+
+        Raises `ConfigurationError` if this Spark does not make it possible.
+        """
+        if problems := self.problems():
+            raise ConfigurationError("; ".join(problems))
         self.facade.keep(topology, dataset)
+
+    def problems(self) -> list[str]:
+        """What does not work with this Spark."""
+        found: list[str] = json.loads(self.facade.problems())
+        return found
 
     def reports(self) -> list[TopologyReport]:
         """The reports of all topologies that the driver still knows. The application's report is first."""

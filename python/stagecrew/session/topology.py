@@ -285,6 +285,7 @@ class Topology(TopologyOperators):
         Raises:
             TopologyError: An argument is neither a DataFrame nor an RDD.
             TopologyError: The topology is not active.
+            ConfigurationError: This Spark lacks private fields from which the stored partitions are known.
             NotActive: The session has stopped.
 
         Examples:

@@ -29,7 +29,7 @@ public final class JarCheck {
     if (!running.startsWith(line + ".")) {
       throw new IllegalStateException(
           "this jar of stagecrew is built for Spark " + line + ", but this is Spark " + running
-              + ". `stagecrew jar` prints the path of the jar for the installed Spark. stagecrew supports Spark 4.0 to 4.3");
+              + ". `stagecrew jar` prints the path of the jar for the installed Spark");
     }
   }
 

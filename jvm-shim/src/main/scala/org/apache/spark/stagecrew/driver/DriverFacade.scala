@@ -41,6 +41,9 @@ final class DriverFacade(crew: DriverCrew) {
   /** Requests that the stored partitions of a dataset (a Dataset or a JavaRDD) are kept when the topology ends. */
   def keep(id: String, dataset: AnyRef): Unit = crew.partitions.keep(id, dataset)
 
+  /** What does not work with this Spark, as a JSON list. */
+  def problems(): String = Json.write(crew.partitions.problems)
+
   def stopQueries(id: String): Unit = crew.stopQueries(id)
 
   /** How many tasks the current executors can run at the same time. */

@@ -22,6 +22,7 @@ final class DriverShim extends DriverPlugin {
     crew = new DriverCrew(sc)
     crew.start(DriverShim.application(conf, crew.settings))
     facade = new DriverFacade(crew)
+    crew.partitions.problems.foreach(Log.log.warn(_))
     Metrics.registerDriver(plugin.metricRegistry(), crew)
     Collections.singletonMap(DriverShim.Timelines, crew.timelines.toString)
   }

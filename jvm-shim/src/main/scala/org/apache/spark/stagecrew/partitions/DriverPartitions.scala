@@ -4,6 +4,7 @@ package partitions
 import java.util.concurrent.ConcurrentHashMap
 import scala.collection.immutable.VectorMap
 import scala.collection.mutable
+import scala.util.Try
 import org.apache.spark.SparkContext
 import org.apache.spark.scheduler.StagecrewScheduler
 import spark._, wire._
@@ -24,7 +25,8 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   private val shuffles = new DatasetUsage
   private val caches = new DatasetUsage
   private val datasets = new ConcurrentHashMap[String, List[AnyRef]]() // topology -> the datasets to keep
-  private val kept = new ConcurrentHashMap[String, (Set[Int], Set[Int])]() // topology -> their shuffles and caches
+  /** Per topology, the shuffles and caches of these datasets; None if they could not be found. */
+  private val kept = new ConcurrentHashMap[String, Option[(Set[Int], Set[Int])]]()
   /** Whether decommissioned executors send their outputs to other executors. */
   val migrates: Boolean = SparkInternals.migrates(SparkInternals.conf(sc))
   private val stale = mutable.HashMap.empty[Int, Long] // released shuffle -> `Release.before`, if executors migrate
@@ -36,19 +38,24 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   }
 
   /** Requests that the partitions of a dataset are kept when the topology ends. */
-  def keep(topology: String, dataset: AnyRef): Unit = datasets.merge(topology, List(dataset), (a, b) => b ++ a)
+  def keep(topology: String, dataset: AnyRef): Unit = {
+    problems.foreach(text => throw new UnsupportedOperationException(text))
+    datasets.merge(topology, List(dataset), (a, b) => b ++ a)
+  }
+
+  /** What does not work with this Spark. */
+  val problems: Seq[String] = if (SparkInternals.missingFields.isEmpty) Nil else Seq(
+    s"stagecrew ${Shim.version} cannot keep datasets with Spark ${sc.version}, which lacks " +
+      s"${SparkInternals.missingFields.mkString(", ")}: use another Spark or stagecrew")
 
   /** Finds the stored partitions of the datasets that these topologies keep. Not called in the loop, because the search
     * can take a long time in large plans. */
   def findKept(topologies: Iterable[String]): Unit = topologies.foreach { topology =>
     Option(datasets.get(topology)).foreach { toKeep =>
-      var shuffled, cached = Set.empty[Int]
-      toKeep.foreach(dataset => Log.contained("finding the stored partitions of a kept dataset") {
-        val (itsShuffles, itsCaches) = SparkInternals.stored(sc, dataset)
-        shuffled ++= itsShuffles
-        cached ++= itsCaches
-      })
-      kept.put(topology, (shuffled, cached))
+      val found = Try(toKeep.map(SparkInternals.stored(sc, _)))
+      found.failed.foreach(error => Log.log.warn("could not find the stored partitions of a kept dataset, so all " +
+        s"partitions of topology $topology are kept", error))
+      kept.put(topology, found.toOption.map(all => (all.flatMap(_._1).toSet, all.flatMap(_._2).toSet)))
       if (!datasets.containsKey(topology)) kept.remove(topology) // the topology has ended in the meantime
     }
   }
@@ -56,10 +63,14 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   /** Ends a topology inside the `outer` topologies. All attempts with ids below `before` had begun when the usage of
     * datasets was read. Returns the partitions that executors must release, and the cached datasets that the driver
     * must release. */
-  def end(topology: String, policy: String, outer: Seq[String], before: Long): (Release, Seq[Int]) = {
+  def end(topology: String, givenPolicy: String, outer: Seq[String], before: Long): (Release, Seq[Int]) = {
     datasets.remove(topology)
-    Option(kept.remove(topology)).foreach { case (shuffled, cached) => used(Description.Application, shuffled, cached) }
-    outer.foreach(id => Option(kept.get(id)).foreach { case (shuffled, cached) => used(id, shuffled, cached) })
+    val keptHere = Option(kept.remove(topology))
+    keptHere.flatten.foreach { case (shuffled, cached) => used(Description.Application, shuffled, cached) }
+    val keptOutside = outer.flatMap(id => Option(kept.get(id)).map(id -> _))
+    keptOutside.foreach { case (id, found) => found.foreach { case (shuffled, cached) => used(id, shuffled, cached) } }
+    // If it is unknown what must be kept, everything is.
+    val policy = if (keptHere.contains(None) || keptOutside.exists(_._2.isEmpty)) KeepsAll else givenPolicy
     val (exclusive, heirs) = shuffles.end(topology)
     val (exclusiveCaches, cacheHeirs) = caches.end(topology)
     // Kept datasets belong to the application: the end of a topology that only reads them does not release them.

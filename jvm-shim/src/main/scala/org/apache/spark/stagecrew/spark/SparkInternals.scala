@@ -158,8 +158,11 @@ private[stagecrew] object SparkInternals {
 
   /** Unpersists a cached dataset. If SQL's CacheManager has it, removes it there. */
   def uncache(sc: SparkContext, rdd: Int): Unit = sc.persistentRdds.get(rdd).foreach { cached =>
-    if (!StagecrewPlans.uncache(rdd)) cached.unpersist(blocking = true)
+    if (missingFields.nonEmpty || !StagecrewPlans.uncache(rdd)) cached.unpersist(blocking = true)
   }
+
+  /** The private fields that this Spark does not have. Without them, the datasets of a plan cannot be found. */
+  lazy val missingFields: Seq[String] = StagecrewPlans.missing
 
   /** The shuffles and cached datasets of a Dataset or a JavaRDD. */
   def stored(sc: SparkContext, dataset: AnyRef): (Set[Int], Set[Int]) = {

@@ -10,6 +10,20 @@ import org.apache.spark.sql.execution.columnar.{CachedRDDBuilder, InMemoryTableS
 import org.apache.spark.sql.execution.exchange.{ReusedExchangeExec, ShuffleExchangeExec}
 import org.apache.spark.util.LazyTry
 
+/** A private field of Spark. */
+private[spark] final class PrivateField[T, R](name: String)(implicit tag: ClassTag[T]) {
+  private val found = Try {
+    val field = tag.runtimeClass.getDeclaredField(name)
+    field.setAccessible(true)
+    field
+  }
+
+  /** Why the field cannot be read. */
+  def problem: Option[String] = found.failed.toOption.map(error => s"${tag.runtimeClass.getName}.$name ($error)")
+
+  def of(instance: T): R = found.get.get(instance).asInstanceOf[R]
+}
+
 /**
  * sql/core: CacheManager.scala, InMemoryRelation.scala, QueryExecution.scala, ShuffleExchangeExec.scala. Private lazy
  * values are read as fields, so they are never computed. A value that is not computed has not stored anything.
@@ -21,8 +35,7 @@ private[spark] object StagecrewPlans {
   }
 
   def stored(dataset: classic.Dataset[_]): Found = {
-    val lazyPlan = field[QueryExecution, LazyTry[SparkPlan]]("lazyExecutedPlan", dataset.queryExecution)
-    val plan = Option(field[LazyTry[_], Try[SparkPlan]]("tryT", lazyPlan)).flatMap(_.toOption)
+    val plan = Option(Value.of(LazyPlan.of(dataset.queryExecution))).flatMap(_.toOption)
     val executed = plan.fold(Found())(of)
     val cached = dataset.sparkSession.sharedState.cacheManager.lookupCachedData(dataset).toSeq
     cached.map(data => of(data.cachedRepresentation.cacheBuilder)).foldLeft(executed)(_ + _)
@@ -31,8 +44,7 @@ private[spark] object StagecrewPlans {
   /** Removes a dataset from SQL's cache. Returns whether it was cached. */
   def uncache(rdd: Int): Boolean = classic.SparkSession.getDefaultSession.exists { session =>
     val manager = session.sharedState.cacheManager
-    val cached = field[CacheManager, IndexedSeq[CachedData]]("cachedData", manager)
-    val matching = cached.filter(data => buffers(data.cachedRepresentation.cacheBuilder).exists(_.id == rdd))
+    val matching = Cached.of(manager).filter(data => buffers(data.cachedRepresentation.cacheBuilder).exists(_.id == rdd))
     matching.foreach(data => manager.uncacheQuery(session, data.plan, cascade = false, blocking = true))
     matching.nonEmpty
   }
@@ -44,8 +56,7 @@ private[spark] object StagecrewPlans {
       case reused: ReusedExchangeExec => of(reused.child)
       case scan: InMemoryTableScanExec => of(scan.relation.cacheBuilder)
       case shuffle: ShuffleExchangeExec =>
-        val dependency = field[ShuffleExchangeExec, ShuffleDependency[_, _, _]]("shuffleDependency", shuffle)
-        Found(shuffles = Option(dependency).map(_.shuffleId).toSeq)
+        Found(shuffles = Option(Dependency.of(shuffle)).map(_.shuffleId).toSeq)
       case scan: RDDScanExec => Found(rdds = Seq(scan.rdd))
       case scan: ExternalRDDScanExec[_] => Found(rdds = Seq(scan.rdd))
       case _ => Found()
@@ -56,12 +67,14 @@ private[spark] object StagecrewPlans {
   private def of(builder: CachedRDDBuilder): Found =
     buffers(builder).fold(Found())(rdd => Found(caches = Seq(rdd.id), rdds = Seq(rdd)))
 
-  private def buffers(builder: CachedRDDBuilder): Option[RDD[_]] =
-    Option(field[CachedRDDBuilder, RDD[_]]("_cachedColumnBuffers", builder))
+  private def buffers(builder: CachedRDDBuilder): Option[RDD[_]] = Option(Buffers.of(builder))
 
-  private def field[T, R](name: String, of: T)(implicit tag: ClassTag[T]): R = {
-    val field = tag.runtimeClass.getDeclaredField(name)
-    field.setAccessible(true)
-    field.get(of).asInstanceOf[R]
-  }
+  private val LazyPlan = new PrivateField[QueryExecution, LazyTry[SparkPlan]]("lazyExecutedPlan")
+  private val Value = new PrivateField[LazyTry[SparkPlan], Try[SparkPlan]]("tryT")
+  private val Cached = new PrivateField[CacheManager, IndexedSeq[CachedData]]("cachedData")
+  private val Dependency = new PrivateField[ShuffleExchangeExec, ShuffleDependency[_, _, _]]("shuffleDependency")
+  private val Buffers = new PrivateField[CachedRDDBuilder, RDD[_]]("_cachedColumnBuffers")
+
+  /** The private fields that this Spark does not have. */
+  def missing: Seq[String] = Seq(LazyPlan, Value, Cached, Dependency, Buffers).flatMap(_.problem)
 }

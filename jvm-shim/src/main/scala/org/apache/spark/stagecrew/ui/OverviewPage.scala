@@ -21,7 +21,7 @@ private[stagecrew] object OverviewPage {
     val forgotten = model.snapshot.forgottenTopologies
     val listed = all.filter(_.kind != DriverCrew.ApplicationKind).groupBy(_.state).view.mapValues(_.size).toMap
     val states = listed.updated("closed", listed.getOrElse("closed", 0) + forgotten).filter(_._2 > 0).toSeq.sorted
-    Seq[NodeSeq](eventLogNotes(model),
+    Seq[NodeSeq](notes(model),
       Show.properties(
         "Topologies" -> Show.value(states.map { case (state, count) => s"$count $state" }.mkString(", ") +
           (if (forgotten > 0) s"; the last ${listed.getOrElse("closed", 0)} closed ones are listed" else "")),
@@ -38,10 +38,9 @@ private[stagecrew] object OverviewPage {
 
   def json(model: PageModel): ObjectNode = model.snapshot.json.setAll[ObjectNode](Tab.head(model))
 
-  private def eventLogNotes(model: PageModel): NodeSeq =
-    if (!model.history) NodeSeq.Empty
-    else <p>This page shows the event log. Its last entry of stagecrew is from {Show.date(model.now)}.</p> ++
-      model.notes.getOrElse("", Nil).map(Show.warning)
+  private def notes(model: PageModel): NodeSeq = (if (!model.history) NodeSeq.Empty
+    else <p>This page shows the event log. Its last entry of stagecrew is from {Show.date(model.now)}.</p>) ++
+    model.notes.getOrElse("", Nil).map(Show.warning)
 
   private def processes(sampled: Seq[ProcessView]): String = {
     val all = sampled.filter(_.problem.isEmpty)

@@ -40,7 +40,8 @@ private[stagecrew] object Tab {
   val Prefix = "stagecrew"
 
   def attach(sc: SparkContext, crew: DriverCrew): Unit =
-    SparkUi.attachTab(sc, Prefix, pages(() => PageModel(crew.snapshot, System.currentTimeMillis())))
+    SparkUi.attachTab(sc, Prefix, pages(() => PageModel(crew.snapshot, System.currentTimeMillis(),
+      notes = Map("" -> crew.partitions.problems))))
 
   def pages(model: () => PageModel): Seq[Page] = {
     def page(
