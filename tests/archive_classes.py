@@ -1,4 +1,4 @@
-"""Writes the class archive that the JVMs of the tests use: `python tests/archive_classes.py FILE`.
+"""Writes the class archive that the JVMs of the tests use.
 
 A JVM that maps its classes from an archive (class data sharing) starts Spark in half the time. Without an archive, or
 with an archive of other jars, a JVM loads its classes as usual.
@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from pathlib import Path
 
 from pyspark.sql import SparkSession
 
 from support.sessions import PLAIN_JVM_OPTIONS
-from support.spark_home import use_spark_home
+from support.spark_home import ARCHIVE, use_spark_home
 
 #: Classes that the JVMs of clusters load, but the JVM of a local session does not.
 CLUSTER_CLASSES = (
@@ -28,14 +27,12 @@ CLUSTER_CLASSES = (
 )
 
 
-def main(path: str) -> None:
+def main() -> None:
     """Runs a session without the plugin that uses many parts of Spark. Its JVM writes the archive when it exits."""
-    archive = Path(path).resolve()
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    archive.unlink(missing_ok=True)
     use_spark_home()
+    ARCHIVE.unlink(missing_ok=True)
     os.environ["PYSPARK_PYTHON"] = sys.executable
-    os.environ["SPARK_SUBMIT_OPTS"] = f"{PLAIN_JVM_OPTIONS} -XX:ArchiveClassesAtExit={archive} -Xlog:disable"
+    os.environ["SPARK_SUBMIT_OPTS"] = f"{PLAIN_JVM_OPTIONS} -XX:ArchiveClassesAtExit={ARCHIVE} -Xlog:disable"
     spark = (
         SparkSession.builder.master("local[2,4]")
         .config("spark.ui.showConsoleProgress", "false")
@@ -56,9 +53,9 @@ def main(path: str) -> None:
     with contextlib.suppress(OSError):
         gateway.proc.stdin.close()  # the JVM exits when its stdin is closed
     gateway.proc.wait(120)
-    if not archive.exists():
-        print(f"this JVM cannot write a class archive to {archive}; the tests run without it", file=sys.stderr)
+    if not ARCHIVE.exists():
+        print(f"this JVM cannot write a class archive to {ARCHIVE}; the tests run without it", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

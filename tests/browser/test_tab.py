@@ -79,6 +79,7 @@ def test_an_application_without_topologies_explains_how_to_start_one(
     assert page.locator("#stagecrew-listeners").count() == 0
 
 
+@pytest.mark.contract
 def test_tables_show_the_reports_numbers_and_escape_markup(
     base: str, page: Page, hostile_report: stagecrew.TopologyReport, tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_reload_shows_the_current_state(
     assert states[topology.id] == "closed"
 
 
+@pytest.mark.contract
 def test_json_equals_the_reports(
     spark: SparkSession, base: str, page: Page, hostile_report: stagecrew.TopologyReport
 ) -> None:

@@ -157,6 +157,7 @@ def test_ctrl_c_cancels_jobs_and_closes(tmp_path, journal, any_master):
     assert {e["error"] for e in journal.read(event="leave", listener="inner")} == {"TaskKilled"}
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("killed_process", [pytest.param("Python", marks=pytest.mark.long), "JVM"])
 def test_workers_and_executors_close_after_sigkill_of_the_driver(tmp_path, journal, any_master, killed_process):
     """After SIGKILL of the Python driver or of its JVM, workers and executors close their listeners and end."""

@@ -32,6 +32,7 @@ spark.stop()
 """
 
 
+@pytest.mark.contract
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("direct", [True, False])
 def test_each_hop_of_a_request_is_recorded(

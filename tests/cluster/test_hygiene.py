@@ -178,6 +178,7 @@ def bare_python(tmp_path_factory) -> str:
     return python
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     "master_name",
     [
@@ -442,6 +443,7 @@ def test_a_worker_that_spark_terminates_as_idle_closes_its_listeners(sessions: S
     assert topology.report.failures == topology.report.lost == 0
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     "interrupt_threads", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "interrupted"]
 )

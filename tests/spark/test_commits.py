@@ -96,6 +96,7 @@ def test_a_pending_commit_resumes_in_the_same_session(few_retries, place):
     assert place.leftovers() == []
 
 
+@pytest.mark.contract
 def test_timestamps_are_committed(few_retries, tmp_path):
     """Timestamps, also inside arrays, are committed as instants, whatever the time zone of the session is."""
     spark, zone = few_retries, few_retries.conf.get("spark.sql.session.timeZone")
@@ -225,6 +226,7 @@ def test_a_commit_survives_sigkill_of_its_driver(sessions, tmp_path, journal, na
     assert place.leftovers() == []
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("pending", [True, False])
 def test_a_pending_commit_in_foreach_batch_is_not_the_jobs_fault(sessions, pending):
     """A pending commit in `foreachBatch` does not count as a failure of the job.
@@ -243,6 +245,7 @@ def test_a_pending_commit_in_foreach_batch_is_not_the_jobs_fault(sessions, pendi
     assert excuse == ("CommitPending: it waits" if pending else None)
 
 
+@pytest.mark.contract
 def test_two_topologies_that_commit_at_once_succeed_or_conflict(cluster, place):
     """If two topologies commit to the same place at the same time, both commits succeed, or one raises a conflict."""
     import threading

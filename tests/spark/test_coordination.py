@@ -92,6 +92,7 @@ def one_row(*values: int) -> pa.RecordBatch:
     return pa.record_batch({name: [value] for name, value in zip("abc", values, strict=False)})
 
 
+@pytest.mark.contract
 def test_events_and_requests_arrive_in_both_directions(spark, crew, recording):
     """Each subtask's events, requests and replies arrive in order. The coordinator is notified of each evaluation."""
 
@@ -212,6 +213,7 @@ def test_an_exception_in_a_callback_fails_the_topology(cluster, cluster_crew, re
     assert coordinator.calls[-1] == ("close",)
 
 
+@pytest.mark.contract
 def test_a_retry_calls_failed_reset_and_ready_once_each(spark, crew, recording, tmp_path):
     """After a failed attempt, `failed`, `subtask_reset` and the next `ready` are called once each, in this order."""
     marker = tmp_path / "failed once"

@@ -132,6 +132,7 @@ def wait_for_events(gateway, batches):
     yield batch_of(1)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("ending", ["fail", "cancel", "end"])
 def test_a_waiting_task_ends_within_a_second(cluster, coordinators, ending, journal):
     """A task that waits for an event ends within a second of its cancellation or of its topology's failure or end."""

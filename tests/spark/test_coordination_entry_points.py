@@ -36,6 +36,7 @@ def coordinators():
     return []
 
 
+@pytest.mark.contract
 def test_a_coordinator_serves_every_micro_batch_of_a_query(sessions, coordinators, tmp_path):
     """A coordinator serves every micro-batch of a query inside its topology."""
     spark = sessions.get(LOCAL)
@@ -132,6 +133,7 @@ def test_a_query_has_ended_although_its_thread_has_not(sessions):
         spark.sparkContext.setLocalProperty("sql.streaming.queryId", None)
 
 
+@pytest.mark.contract
 def test_bound_functions_work_at_every_entry_point(sessions, coordinators):
     """A function from `bind` reaches its coordinator from UDFs, pandas, Arrow, groups, UDTFs, data sources and RDDs."""
     spark = sessions.get(LOCAL)

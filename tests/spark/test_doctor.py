@@ -17,6 +17,7 @@ def checks(done) -> dict[str, dict[str, str]]:
     return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
 
 
+@pytest.mark.contract
 def test_every_check_passes_on_a_working_installation():
     """The plugin is active, and executors run the driver's Python and import stagecrew from the jar."""
     done = run_stagecrew("doctor", "--json", "--master", "local-cluster[1,1,1024]", installed=False)

@@ -190,6 +190,7 @@ ENTRY_POINTS: list[Callable[..., Any]] = [
 ]
 
 
+@pytest.mark.contract
 @pytest.mark.long_on_clusters
 @pytest.mark.parametrize("entry", ENTRY_POINTS, ids=lambda entry: entry.__name__)
 def test_listeners_are_open_at_every_entry_point(spark, journal, entry):
@@ -208,6 +209,7 @@ def test_listeners_are_open_at_every_entry_point(spark, journal, entry):
     assert topology.report.lost == 0
 
 
+@pytest.mark.contract
 def test_listeners_are_open_in_a_streaming_query_and_its_foreach_batch(spark, journal, tmp_path):
     """The listeners cover the query's own tasks and the jobs of `foreachBatch`."""
     path = journal.path

@@ -85,6 +85,7 @@ def test_an_aqe_query_of_several_jobs_is_one_execution(spark, application):
         assert [e["event"] for e in events if e["pid"] == pid] == ["open", "close"]
 
 
+@pytest.mark.contract
 def test_each_query_is_a_separate_execution(spark, application):
     """Two consecutive queries are two executions."""
     journal = application[0]
@@ -125,6 +126,7 @@ def test_each_rdd_job_is_an_execution(spark, application):
             assert hooks in ([], ["open", "close"])
 
 
+@pytest.mark.contract
 def test_a_streaming_query_is_one_execution(spark, application, tmp_path):
     """All batches of a streaming query, and the inner jobs of foreachBatch, are one execution that ends with the
     query."""

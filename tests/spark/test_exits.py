@@ -56,6 +56,7 @@ def test_a_cancelling_exit_does_not_wait_for_a_blocked_batch(spark, crew, tmp_pa
     eventually(lambda: not one.isActive, 20, "the blocked query has stopped")
 
 
+@pytest.mark.contract
 def test_a_cancelling_exit_cancels_the_jobs_of_inner_topologies(spark, crew, journal):
     """The exit also cancels a job of a thread that entered only an inner topology."""
     work = recording_body(journal, seconds=60)
@@ -69,6 +70,7 @@ def test_a_cancelling_exit_cancels_the_jobs_of_inner_topologies(spark, crew, jou
             job.result(20)
 
 
+@pytest.mark.contract
 def test_an_exit_waits_for_the_queries_of_inner_topologies(spark, crew, tmp_path):
     """The exit also waits for a query of a thread that entered only an inner topology."""
     batches: list[int] = []

@@ -42,6 +42,7 @@ def crew(spark: SparkSession) -> stagecrew.Crew:
     return stagecrew.crew(spark)
 
 
+@pytest.mark.contract
 def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, journal):
     """If `open` raises, the task fails, and users see the exception with its traceback.
 
@@ -224,6 +225,7 @@ def test_killed_workers_are_counted_as_lost(spark, crew, journal):
     assert sum(topology.report.lost_processes.values()) == len(workers)
 
 
+@pytest.mark.contract
 def test_a_worker_killed_during_its_task_is_retried_and_counted(spark, crew, journal, tmp_path):
     """After SIGKILL of a worker during its task, the retry opens in another worker, and the loss is reported."""
     killed_marker = tmp_path / "again"

@@ -39,6 +39,7 @@ def by_process(journal: Journal, **matching: object) -> dict[int, list[dict]]:
     return found
 
 
+@pytest.mark.contract
 def test_a_listener_opens_before_the_first_task_and_closes_after_the_last(spark, crew, journal):
     """In each worker, a listener opens once before the first task body and closes once after the last."""
     with crew.topology("t", listeners=[Recorder(journal)]) as topology:
@@ -60,6 +61,7 @@ def test_a_listener_opens_before_the_first_task_and_closes_after_the_last(spark,
     assert not report.unclosed
 
 
+@pytest.mark.contract
 def test_decorate_surrounds_each_task(spark, crew, journal):
     """`decorate` is entered before each task body and left after it, once per task.
 
@@ -163,6 +165,7 @@ def test_tasks_of_a_nested_topology_meet_both_listeners(spark, crew, journal):
             assert order.index(("close", "inner")) < order.index(("close", "outer"))
 
 
+@pytest.mark.contract
 def test_an_outer_topology_closes_open_inner_ones_first(spark, crew, journal):
     """A topology that is left open inside another one closes when the outer one ends, before the outer one closes."""
     with crew.topology("outer", listeners=[Recorder(journal, "outer")]):
@@ -321,6 +324,7 @@ def test_a_busy_worker_with_nothing_to_close_does_not_delay_the_exit(spark, crew
     assert pids[0] & pids[1], "no worker ran tasks of both jobs"
 
 
+@pytest.mark.contract
 def test_listeners_close_after_a_failed_task(spark, crew, journal):
     """A failed task's worker closes its listeners, and `decorate` sees the exception."""
 
@@ -338,6 +342,7 @@ def test_listeners_close_after_a_failed_task(spark, crew, journal):
     assert topology.report.opens == topology.report.closes
 
 
+@pytest.mark.contract
 def test_an_exception_in_the_with_cancels_and_closes(spark, crew, journal):
     """An exception in the `with` cancels jobs, closes listeners even in cancelled workers, and is raised unchanged."""
     raised = RuntimeError("the user's own")
@@ -378,6 +383,7 @@ def test_decorate_exits_when_a_task_stops_reading_early(spark, crew, journal):
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
 
 
+@pytest.mark.contract
 def test_an_executor_listener_opens_once_per_executor(spark, crew, journal):
     """An executor-scoped listener opens once per executor, in one process. Every worker can read its value."""
     port = executor_port(journal.path)

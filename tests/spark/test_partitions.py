@@ -111,6 +111,7 @@ def test_files_that_cannot_be_deleted_count_as_release_failures(spark, crew, tmp
         path.rmdir()
 
 
+@pytest.mark.contract
 def test_a_released_dataset_is_recomputed_with_the_same_rows(spark, crew, tmp_path, stored_before):
     """A dataset gives the same rows after all or some of its shuffles are released, even in another topology."""
     with crew.topology("a"):
@@ -166,6 +167,7 @@ def test_partitions_that_the_application_uses_are_kept(spark, crew, tmp_path, st
     )
 
 
+@pytest.mark.contract
 def test_kept_datasets_are_not_recomputed(spark, crew, tmp_path, stored_before):
     """Kept RDDs and DataFrames are read again after the exit and are not recomputed."""
     cached_before = cached_rdds(spark)
@@ -201,6 +203,7 @@ def test_an_outer_topology_keeps_a_dataset_that_an_inner_one_ran(spark, crew, tm
     assert run_and_count_tasks(spark, dataset.collect)[1] == 4
 
 
+@pytest.mark.contract
 def test_a_kept_dataset_that_cannot_be_found_is_not_released(spark, crew, tmp_path, stored_before):
     """If the partitions of a kept dataset cannot be found, all partitions of the topology are kept.
 
@@ -233,6 +236,7 @@ def test_keep_raises_if_this_spark_does_not_allow_it(spark, crew, monkeypatch):
 LEVELS = [StorageLevel.MEMORY_ONLY, StorageLevel.MEMORY_AND_DISK, StorageLevel.DISK_ONLY]
 
 
+@pytest.mark.contract
 def test_release_all_unpersists_datasets_cached_in_the_topology(spark, crew, tmp_path, stored_before):
     """Policy `all` unpersists datasets cached in the topology, at every level. Other policies do not.
 
@@ -332,6 +336,7 @@ SKEWED = {
 }
 
 
+@pytest.mark.contract
 def test_adaptive_plans_give_the_same_rows_after_the_release(spark, crew, tmp_path, stored_before):
     """Skewed, coalesced and broadcast reads of AQE give the same rows again after the release, from the same plan."""
     with sql_settings(spark, SKEWED):

@@ -40,6 +40,7 @@ def only_log(folder: Path) -> str:
     return str(log)
 
 
+@pytest.mark.contract
 def test_the_report_of_a_finished_application_equals_topology_report(
     sessions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

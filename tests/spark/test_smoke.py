@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from pyspark import cloudpickle
 
 import stagecrew
@@ -30,6 +31,7 @@ def doubled(gateway, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBat
         yield pa.record_batch({"sum": [gateway.request(sum(batch["id"].to_pylist()))]})
 
 
+@pytest.mark.contract
 def test_a_session_from_start_to_end(sessions, journal, tmp_path):
     """A listener opens and closes, tasks reach their coordinator, rows are committed, and the report is complete."""
     spark = sessions.get(LOCAL)

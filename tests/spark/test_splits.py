@@ -250,6 +250,7 @@ def test_a_split_is_given_to_a_task_on_its_preferred_host(cluster):
 # -- Enumerators
 
 
+@pytest.mark.contract
 def test_every_row_of_row_groups_and_files_is_read(cluster, tmp_path):
     """Every row of every row group or file of a directory is read once, from a path or a URI.
 
@@ -321,6 +322,7 @@ class NumbersReader(DataSourceReader):
             yield n, f"row {n}"
 
 
+@pytest.mark.contract
 def test_partitions_of_a_data_source_give_sparks_rows(cluster):
     """`DataSourcePartitions` gives the rows that Spark itself reads, even if some partitions are equal."""
     source = DataSourcePartitions(Numbers({}))
@@ -403,6 +405,7 @@ def check_seeded_runs(spark: Any, folder: Path, seeds: range, expected: set[str]
     print(f"{len(seeds)} runs: {dict(faults)}")
 
 
+@pytest.mark.contract
 def test_every_split_is_read_once_when_tasks_die(faulty_cluster, tmp_path):
     """Every row is returned once although workers and executors are killed and tasks raise. Three seeds."""
     check_seeded_runs(faulty_cluster, tmp_path, range(7, 10), {"worker", "slow", "executor"})

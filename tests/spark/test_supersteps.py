@@ -73,6 +73,7 @@ def cluster(sessions):
     return sessions.get(LOCAL_CLUSTER)
 
 
+@pytest.mark.contract
 def test_supersteps_give_the_result_of_a_single_process(cluster):
     """The result of supersteps equals that of a single process to the last bit.
 
@@ -166,6 +167,7 @@ def fail_in_third_step(path: str, fault: str, times: int) -> Any:
     return work
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     "fault", ["raises", *(pytest.param(fault, marks=pytest.mark.long) for fault in ("worker", "executor"))]
 )
@@ -358,6 +360,7 @@ def test_the_kmeans_example_gives_the_result_of_a_single_process(sessions):
     assert np.abs(centres - start).max() > 1  # the centres did move
 
 
+@pytest.mark.contract
 def test_the_pagerank_example_gives_the_result_of_a_single_process(sessions):
     """The ranks equal the exact solution within ten times the stop tolerance.
 

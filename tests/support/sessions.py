@@ -12,6 +12,7 @@ from pyspark import SparkContext, cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
+from support.spark_home import ARCHIVE
 
 # Executors cannot import the tests, so the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -19,9 +20,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LOCAL = "local[2,4]"
 LOCAL_CLUSTER = "local-cluster[2,2,1024]"
 STANDALONE = "standalone"
-
-#: Where `make` puts the archive of Spark's classes. See archive_classes.py.
-ARCHIVE = Path(__file__).parents[2] / "build" / "spark-classes.jsa"
 
 #: Options for the JVMs of short sessions, which spend most of their time starting. With only one JIT compiler and
 #: without bytecode verification, they start in half the time. (`make demo`, the shim's suites and the benchmarks use

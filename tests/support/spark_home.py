@@ -7,16 +7,28 @@ executors in `work`. Without a separate SPARK_HOME for tests, `work` would be a 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["HOME", "PYSPARK_ZIP", "installed_pyspark", "spark_home", "unchanged_installation", "use_spark_home"]
+__all__ = [
+    "ARCHIVE",
+    "HOME",
+    "PYSPARK_ZIP",
+    "installed_pyspark",
+    "spark_home",
+    "unchanged_installation",
+    "use_spark_home",
+]
 
-#: One folder for all test processes.
-HOME = Path(__file__).parents[2] / "build" / "spark-home"
+#: One folder for all test processes with this version of PySpark.
+HOME = Path(__file__).parents[2] / "build" / "spark-home" / importlib.metadata.version("pyspark")
+
+#: Where `make` puts the archive of Spark's classes. See archive_classes.py.
+ARCHIVE = HOME / "classes.jsa"
 
 #: The archive from which Python workers import PySpark, relative to a SPARK_HOME.
 PYSPARK_ZIP = Path("python", "lib", "pyspark.zip")
