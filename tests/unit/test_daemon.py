@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import struct
 import subprocess
 import sys
 import time
+import types
 import zipfile
 import zipimport
 
@@ -258,6 +260,8 @@ def test_the_worker_that_the_daemon_runs_is_hooked(monkeypatch, arguments, hooke
     handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM)}
     for name in ("main", "setup_broadcasts", "handle_worker_exception"):
         monkeypatch.setattr(pyspark.worker, name, getattr(pyspark.worker, name))
+    if hasattr(daemon.pyspark.daemon, "worker_main"):
+        monkeypatch.setattr(daemon.pyspark.daemon, "worker_main", pyspark.worker.main)
     before, frozen = pyspark.worker.main, gc.get_freeze_count()
     monkeypatch.setattr(daemon, "_hooked", False)
     monkeypatch.setenv("SPARK_REUSE_WORKER", "1")
@@ -268,6 +272,33 @@ def test_the_worker_that_the_daemon_runs_is_hooked(monkeypatch, arguments, hooke
     assert (pyspark.worker.main is not before) == hooked
     assert (gc.get_freeze_count() > frozen) == hooked
     gc.unfreeze()
+
+
+@pytest.mark.parametrize("has_main_in_daemon", [False, True])  # True before Spark 4.2
+def test_a_pyspark_without_a_replaced_function_fails_each_task(monkeypatch, has_main_in_daemon):
+    """The error says what PySpark lacks. It reaches Spark as an exception of the task."""
+    pyspark_daemon, worker = daemon.pyspark.daemon, types.ModuleType("pyspark.worker")
+    worker.main = worker.handle_worker_exception = print
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM)}
+    monkeypatch.setitem(sys.modules, "pyspark.worker", worker)
+    monkeypatch.setattr(daemon.pyspark, "worker", worker, raising=False)
+    if has_main_in_daemon:
+        monkeypatch.setattr(pyspark_daemon, "worker_main", print, raising=False)
+    else:
+        monkeypatch.delattr(pyspark_daemon, "worker_main", raising=False)
+    monkeypatch.setattr(daemon, "_hooked", False)
+    monkeypatch.setattr(sys, "argv", ["daemon.py"])
+    daemon._hook_pyspark()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    sent = io.BytesIO()
+    with pytest.raises(SystemExit):
+        (pyspark_daemon.worker_main if has_main_in_daemon else worker.main)(None, sent)
+    assert b"does not work with PySpark" in sent.getvalue()
+    assert b"whose pyspark.worker has no setup_broadcasts: use another PySpark" in sent.getvalue()
+    assert "has no manager" in daemon._missing(
+        types.SimpleNamespace(__name__="pyspark.daemon", worker=1, os=1, select=1)
+    )
 
 
 def test_the_jars_file_list_is_read_once(tmp_path, monkeypatch):

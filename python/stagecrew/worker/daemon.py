@@ -26,15 +26,24 @@ import signal
 import socket
 import sys
 import zipimport
-from typing import Any, BinaryIO
+from types import ModuleType
+from typing import Any, BinaryIO, Final, NoReturn
 
 import pyspark.daemon
 
+from stagecrew._version import __version__
+from stagecrew.errors import ConfigurationError
 from stagecrew.observability.error_summary import remove_own_frames
 from stagecrew.worker import graceful_shutdown, sampling
 from stagecrew.worker.process import ADDRESS_FILE, CHAIN, WorkerProcess, flush_standard_streams
 
-_original_worker = pyspark.daemon.worker
+#: What is replaced in PySpark's modules. `_missing` checks that they have it.
+_REPLACED: Final = {
+    "pyspark.daemon": ("worker", "manager", "os", "select"),
+    "pyspark.worker": ("main", "setup_broadcasts", "handle_worker_exception"),
+}
+
+_original_worker: Any = getattr(pyspark.daemon, "worker", None)
 _process: WorkerProcess | None = None
 _hooked = False
 
@@ -54,7 +63,7 @@ def worker(sock: socket.socket, authenticated: bool) -> int:
             _process = None
     graceful_shutdown.reset_in_worker()
     _hook_pyspark()
-    code = 1
+    code: int = 1
     try:
         code = _original_worker(sock, authenticated)
     finally:
@@ -114,6 +123,39 @@ def _worker_module() -> str:
     return requested if requested.startswith("pyspark") else "pyspark.worker"
 
 
+def _missing(module: ModuleType) -> str | None:
+    """Returns what this module of PySpark lacks, as a message. Returns None if it has everything."""
+    names = [name for name in _REPLACED[module.__name__] if not hasattr(module, name)]
+    if not names:
+        return None
+    return (
+        f"stagecrew {__version__} does not work with PySpark {pyspark.__version__}, whose {module.__name__} has no "
+        f"{', '.join(names)}: use another PySpark on the executors"
+    )
+
+
+def _refuse(problem: str) -> None:
+    """Makes each task fail with this message."""
+
+    def main(infile: Any, outfile: Any) -> NoReturn:
+        from pyspark.util import handle_worker_exception
+
+        try:
+            raise ConfigurationError(problem)  # before 4.3, PySpark sends the exception that is being handled
+        except ConfigurationError as error:
+            handle_worker_exception(error, outfile)
+        outfile.flush()
+        sys.exit(-1)
+
+    _replace_main(main)
+
+
+def _replace_main(main: Any) -> None:
+    pyspark.worker.main = main
+    if hasattr(pyspark.daemon, "worker_main"):  # before 4.2, the daemon imports `main` when it starts
+        pyspark.daemon.worker_main = main
+
+
 def _freeze_imported_objects() -> None:
     """Excludes the objects that exist now from garbage collections.
 
@@ -133,6 +175,10 @@ def _hook_pyspark() -> None:
     _reset_signals()
     import pyspark.worker
 
+    _hooked = True
+    if (problem := _missing(pyspark.worker)) is not None:
+        _refuse(problem)
+        return
     if os.environ.get("SPARK_REUSE_WORKER"):  # otherwise the process ends after its task, and collects nothing
         _freeze_imported_objects()
     original_main = pyspark.worker.main
@@ -176,12 +222,9 @@ def _hook_pyspark() -> None:
             remove_own_frames(error)
         original_handle(error, *args, **kwargs)
 
-    pyspark.worker.main = main
-    if hasattr(pyspark.daemon, "worker_main"):  # before 4.2, the daemon imports `main` when it starts
-        pyspark.daemon.worker_main = main
+    _replace_main(main)
     pyspark.worker.setup_broadcasts = setup_broadcasts  # type: ignore[attr-defined]
     pyspark.worker.handle_worker_exception = handle_worker_exception  # type: ignore[attr-defined, assignment]
-    _hooked = True
 
 
 class _Jar(zipimport.zipimporter):
@@ -216,6 +259,8 @@ def _read_our_jar_once() -> None:
 
 
 if __name__ == "__main__":
+    if (missing := _missing(pyspark.daemon)) is not None:
+        sys.exit(missing)  # Spark shows it as the error of the task
     _read_our_jar_once()
     # PySpark recognizes its own frames by this name, and our frames are between them (pyspark/logger/worker_io.py).
     if __spec__ is not None:
