@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := build/.stamps
-JAR_SOURCES := build.sbt project/build.properties $(shell find jvm-shim/src/main python/stagecrew \
+JAR_SOURCES := build/jar.py LICENSE NOTICE $(shell find jvm-shim/src/main python/stagecrew \
 	-name '*.scala' -o -name '*.java' -o -name '*.py' -o -path '*/resources/*' -type f 2>/dev/null)
 JAR := $(STAMPS)/jar
 # The newest PySpark of each other supported minor version.
@@ -40,7 +40,7 @@ $(STAMPS)/venv: pyproject.toml
 jar: $(JAR) ## build the jar if its sources changed
 
 $(JAR): $(STAMPS)/venv $(JAR_SOURCES)
-	build/sbt shim/package shim/hdfsJar
+	$(BIN)/python build/jar.py
 	@touch $@
 
 jars: jar $(OTHER_SPARKS:%=$(STAMPS)/jar-%) ## build the jar for each supported Spark: a release contains all of them
@@ -53,7 +53,7 @@ $(STAMPS)/spark-%: $(STAMPS)/venv
 	@touch $@
 
 $(STAMPS)/jar-%: $(STAMPS)/spark-% $(JAR_SOURCES)
-	STAGECREW_PYSPARK_HOME=$$(echo build/spark-$*/lib/python*/site-packages/pyspark) build/sbt shim/package
+	build/spark-$*/bin/python build/jar.py
 	build/spark-$*/bin/python -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
@@ -79,7 +79,7 @@ smoke: setup ## run the unit tests, and one local session from its start to its 
 test-unit: setup ## run the tests that need no Spark
 	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
 
-test-jvm: setup ## run the tests of the shim
+test-jvm: setup $(STAMPS)/hdfs ## run the tests of the shim
 	build/sbt shim/test
 
 $(STAMPS)/classes: $(STAMPS)/venv tests/archive_classes.py tests/compile_zip.py
@@ -92,7 +92,11 @@ $(STAMPS)/classes-%: $(STAMPS)/spark-% tests/archive_classes.py tests/compile_zi
 	build/spark-$*/bin/python tests/archive_classes.py
 	@touch $@
 
-test-spark: setup $(STAMPS)/classes ## run the tests with real Spark
+$(STAMPS)/hdfs: $(JAR) build.sbt project/build.properties
+	build/sbt shim/hdfsJar
+	@touch $@
+
+test-spark: setup $(STAMPS)/classes $(STAMPS)/hdfs ## run the tests with real Spark
 	@rm -rf build/spark-home/*/work  # local-cluster leaves the folders of its executors here
 	$(BIN)/pytest -q tests -m "not long" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -105,13 +109,13 @@ check-and-docs: setup
 	$(MAKE) check
 	$(MAKE) docs
 
-test-matrix: setup $(OTHER_SPARKS:%=$(STAMPS)/jar-%) $(OTHER_SPARKS:%=$(STAMPS)/classes-%) ## run the contract tests with each other Spark: under 15 minutes; FULL=1 runs all tests
+test-matrix: setup $(OTHER_SPARKS:%=$(STAMPS)/jar-%) $(OTHER_SPARKS:%=$(STAMPS)/classes-%) $(STAMPS)/hdfs ## run the contract tests with each other Spark: under 15 minutes; FULL=1 runs all tests
 	for spark in $(OTHER_SPARKS); do \
 	  echo "Spark $$spark" && build/spark-$$spark/bin/python -m pytest -q tests -n 2 --dist loadfile \
 	    --no-loadscope-reorder $(if $(FULL),-m "not long",-m contract -k "not standalone") || exit 1; \
 	done
 
-test-long: setup $(STAMPS)/classes ## run the long seeded runs, the longest file first, and the third master
+test-long: setup $(STAMPS)/classes $(STAMPS)/hdfs ## run the long seeded runs, the longest file first, and the third master
 	$(BIN)/pytest -q tests -m "long and alone"
 	$(BIN)/pytest -q tests/spark/test_splits.py tests -m "long and not alone" -n 2 --dist loadfile --no-loadscope-reorder
 

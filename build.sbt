@@ -1,4 +1,4 @@
-// The shim is compiled and tested against the jars of the PySpark that is installed in the project's environment.
+// Tests the jar that build/jar.py has built, with the jars of the PySpark that is installed in the project's environment.
 // So the installed PySpark alone determines the Spark version and the Scala version.
 
 val pysparkHome: File = {
@@ -17,11 +17,13 @@ val pysparkScalaVersion: String = {
     .getOrElse(sys.error(s"no scala-library jar in $pysparkHome/jars"))
 }
 
-// The Spark version as major.minor. It selects the compatibility file in src/main/scala-<version>.
-val sparkLine: String = {
+// The jar that build/jar.py has built for this version of Spark.
+val stagecrewJar: File = {
   val Core = """spark-core_.+-(\d+\.\d+)\..+\.jar""".r
-  pysparkJars.map(_.getName).collectFirst { case Core(line) => line }
+  val line = pysparkJars.map(_.getName).collectFirst { case Core(line) => line }
     .getOrElse(sys.error(s"no spark-core jar in $pysparkHome/jars"))
+  (file("python/stagecrew/jars").getAbsoluteFile * s"stagecrew-spark-${line}_*.jar").get().headOption
+    .getOrElse(sys.error(s"there is no jar for Spark $line; `make jar` builds it"))
 }
 
 // An HDFS for the tests of sinks, in the version of PySpark's Hadoop client, because both run together.
@@ -33,25 +35,16 @@ val hadoopVersion: String = {
     .getOrElse(sys.error(s"no hadoop-client-api jar in $pysparkHome/jars"))
 }
 
-// The wheel and the jar share one version, from python/stagecrew/_version.py.
-val stagecrewVersion: String = {
-  val Line = """__version__ = "(.+)"""".r
-  IO.readLines(file("python/stagecrew/_version.py")).collectFirst { case Line(version) => version }
-    .getOrElse(sys.error("python/stagecrew/_version.py contains no __version__"))
-}
-
 lazy val shim = (project in file("jvm-shim"))
   .settings(
     name := "stagecrew",
     organization := "io.stagecrew",
-    version := stagecrewVersion,
     scalaVersion := pysparkScalaVersion,
     scalaModuleInfo := scalaModuleInfo.value.map(_.withOverrideScalaVersion(true)),
     autoScalaLibrary := false,
-    target := baseDirectory.value / "target" / sparkLine,
-    Compile / unmanagedSourceDirectories += baseDirectory.value / "src" / "main" / s"scala-$sparkLine",
-    Compile / unmanagedJars := pysparkJars.classpath,
-    Test / unmanagedJars := pysparkJars.classpath,
+    Compile / sources := Nil,
+    Compile / resources := Nil,
+    Test / unmanagedJars := (stagecrewJar +: pysparkJars).classpath,
     libraryDependencies += "org.scalatest" %% "scalatest" % "3.2.19" % Test,
     ivyConfigurations += Hdfs,
     libraryDependencies += ("org.apache.hadoop" % "hadoop-client-minicluster" % hadoopVersion % Hdfs).intransitive(),
@@ -64,17 +57,6 @@ lazy val shim = (project in file("jvm-shim"))
     dependencyOverrides += "org.scala-lang" % "scala-library" % pysparkScalaVersion,
     scalacOptions ++= Seq(
       "-release:17", "-deprecation", "-feature", "-unchecked", "-Xlint", "-Wunused", "-Wdead-code", "-Werror"),
-    javacOptions ++= Seq("--release", "17", "-Xlint:all", "-Werror"),
-    Compile / doc / sources := Nil,
-    // The jar contains the Python package, so that executors need only PySpark.
-    Compile / packageBin / mappings ++= {
-      val root = (ThisBuild / baseDirectory).value / "python"
-      (root / "stagecrew" ** "*.py").get().map(source => source -> IO.relativize(root, source).get)
-    },
-    Compile / packageBin / packageOptions += Package.ManifestAttributes(
-      "Implementation-Version" -> stagecrewVersion, "Spark-Version" -> sparkLine),
-    Compile / packageBin / artifactPath := (ThisBuild / baseDirectory).value / "python" / "stagecrew" / "jars" /
-      s"stagecrew-spark-${sparkLine}_${scalaBinaryVersion.value}-$stagecrewVersion.jar",
     Test / fork := true,
     Test / javaOptions ++= Seq(
       "java.lang", "java.lang.invoke", "java.net", "java.nio", "java.util", "java.util.concurrent",

@@ -1,47 +1,44 @@
 """The build hook: puts the jars into `stagecrew/jars/` of the wheel and of the sdist.
 
-An sdist already contains them, so building from it needs neither sbt nor a JDK. In a git checkout, `make jars` builds
-the jar for each supported Spark. If there is none, or if a jar is older than its sources, `build/sbt` builds one, for
-the installed PySpark.
+The sdist of a release contains the jars of all supported versions of Spark, so that a wheel can be built from it without
+a JDK. In a git checkout, `make jars` builds them. If there is none, or if one is older than its sources, the hook builds
+the jar for the installed PySpark (`jar.py`).
 """
 
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+sys.path.insert(0, str(Path(__file__).parent))
+import jar as jar_builder  # noqa: E402
+
 
 class JarHook(BuildHookInterface):
-    """Builds a jar if necessary. Fails if an sdist contains no jar."""
+    """Builds a jar if necessary, or fails with one sentence that says what is missing."""
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        root = Path(self.root)
-        jars = root / "python" / "stagecrew" / "jars"
-        if (root / "PKG-INFO").exists():
-            if not list(jars.glob("*.jar")):
-                raise RuntimeError("this sdist is broken, because it contains no jar")
-            return
-        sources = [
-            path
-            for folder in (root / "jvm-shim" / "src" / "main", root / "python" / "stagecrew")
-            for path in folder.rglob("*")
-            if path.suffix in (".scala", ".java", ".py")
-        ]
-        sources.append(root / "build.sbt")
-        newest = max(path.stat().st_mtime for path in sources)
-        name = f"stagecrew-spark-*-{self.metadata.version}.jar"
-        current = {path for path in jars.glob(name) if path.stat().st_mtime >= newest}
-        for stale in set(jars.glob("*.jar")) - current:
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: D102
+        jars = jar_builder.JARS
+        found = set(jars.glob(f"stagecrew-spark-*-{self.metadata.version}.jar"))
+        if not Path(self.root, "PKG-INFO").exists():  # in an sdist the files have the time of its extraction
+            newest = max(path.stat().st_mtime for path in self._sources())
+            found = {path for path in found if path.stat().st_mtime >= newest}
+        for stale in set(jars.glob("*.jar")) - found:
             stale.unlink()
-        if not current:
-            self.app.display_info("building the jar with build/sbt")
-            try:
-                subprocess.run([str(root / "build" / "sbt"), "shim/package"], cwd=root, check=True)
-            except (OSError, subprocess.CalledProcessError) as error:
-                raise RuntimeError(
-                    "the jar could not be built. It needs a JDK 17+, and sbt or mvn on the PATH, and PySpark in .venv "
-                    "(`make setup` does all that)"
-                ) from error
+        if found:
+            return
+        try:
+            jar_builder.build(jar_builder.installed_spark())
+        except jar_builder.CannotBuild as error:
+            sys.exit(f"\n{error}.\n")  # an exception would be shown with a long traceback
+        except subprocess.CalledProcessError as error:
+            sys.exit(f"\nthe compiler failed with status {error.returncode}; its messages are above.\n")
+
+    def _sources(self) -> list[Path]:
+        main, package = jar_builder.MAIN, jar_builder.PACKAGE
+        kinds = (".scala", ".java", ".py")
+        return [path for folder in (main, package) for path in folder.rglob("*") if path.suffix in kinds]

@@ -25,10 +25,10 @@ hypothesis.settings.load_profile("stagecrew")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """PySpark 4.0 does not close the sockets from which it reads the results of actions."""
-    import pyspark
+    """Ignores the warnings about sockets that old versions of PySpark do not close."""
+    from support.spark_versions import LEAKS_SOCKETS
 
-    if pyspark.__version__.startswith("4.0."):
+    if LEAKS_SOCKETS:
         config.addinivalue_line("filterwarnings", "ignore:unclosed <socket.socket:ResourceWarning")
 
 

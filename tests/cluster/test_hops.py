@@ -10,6 +10,7 @@ import pytest
 from stagecrew.wire.hops import HOPS
 from support.driver_scripts import driver_script
 from support.journal import Journal
+from support.waiting import eventually
 
 SCRIPT = """
 from stagecrew.coordination.direct import DirectConnection
@@ -48,15 +49,27 @@ def test_each_hop_of_a_request_is_recorded(
     script = f"DIRECT = {str(direct).lower()!r}\n{SCRIPT}"
     with driver_script(tmp_path, journal, "", script) as driver:
         assert driver.wait(120) == 0
-    passed = collections.defaultdict(dict)
-    for path in folder.iterdir():
-        for line in path.read_text().splitlines():
-            hop, evaluation, sequence, nanoseconds = line.split()
-            passed[int(evaluation), int(sequence)][hop] = int(nanoseconds)
     (ready,) = journal.read(event="ready")
     assert ready["direct"] == direct
     expected = {hop for hop, where in HOPS if not (direct and where == "driver's JVM")}
-    for sequence in range(1, 21):
-        times = passed[ready["evaluation"], sequence]
-        assert set(times) == expected
-        assert min(times.values()) == times["task-sends"]
+    # The driver's JVM writes its file when it ends, which may be after the end of Python.
+    requests = [(ready["evaluation"], sequence) for sequence in range(1, 21)]
+    passed: dict[tuple[int, int], dict[str, int]] = {}
+
+    def is_written() -> bool:
+        passed.update(recorded(folder))
+        return all(set(passed.get(request, ())) == expected for request in requests)
+
+    eventually(is_written, 30, f"all processes have written the hops {sorted(expected)}")
+    for request in requests:
+        assert min(passed[request].values()) == passed[request]["task-sends"]
+
+
+def recorded(folder: Path) -> dict[tuple[int, int], dict[str, int]]:
+    """Returns the times at which each request passed its hops, by evaluation and sequence number."""
+    passed: dict[tuple[int, int], dict[str, int]] = collections.defaultdict(dict)
+    for path in folder.iterdir():
+        for line in path.read_text().split("\n")[:-1]:  # the last line may not be complete
+            hop, evaluation, sequence, nanoseconds = line.split()
+            passed[int(evaluation), int(sequence)][hop] = int(nanoseconds)
+    return passed

@@ -25,6 +25,7 @@ from stagecrew.session.running_job import set_running_job
 from support.coordination import RecordingCoordinator, batch_of
 from support.model_store import ModelServer
 from support.sessions import LOCAL, session_builder
+from support.spark_versions import HAS_ARROW_UDF
 from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -186,7 +187,7 @@ def test_bound_functions_work_at_every_entry_point(sessions, coordinators):
         cases = {
             "udf": numbers.select(f.udf(operator.bind(double), "long")("id")),
             "pandas_udf": numbers.select(f.pandas_udf(operator.bind(series), "long")("id")),
-            "arrow_udf": numbers.select(f.arrow_udf(operator.bind(arrow), "long")("id")),
+            **({"arrow_udf": numbers.select(f.arrow_udf(operator.bind(arrow), "long")("id"))} if HAS_ARROW_UDF else {}),
             "mapInPandas": numbers.mapInPandas(operator.bind(frames), "id long"),
             "applyInPandas": numbers.groupBy("id").applyInPandas(operator.bind(group), "id long"),
             "udtf": spark.sql("select d.id from range(1, 5) r, lateral doubled(r.id) d"),

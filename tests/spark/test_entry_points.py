@@ -12,10 +12,11 @@ import pytest
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceWriter, InputPartition, WriterCommitMessage
-from pyspark.sql.functions import arrow_udf, broadcast, pandas_udf, udf, udtf
+from pyspark.sql.functions import broadcast, pandas_udf, udf, udtf
 
 import stagecrew
 from support.journal import Journal, Recorder
+from support.spark_versions import HAS_ARROW_UDF
 from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -52,6 +53,8 @@ def a_pandas_udf(spark: SparkSession) -> Any:
 
 
 def an_arrow_udf(spark: SparkSession) -> Any:
+    from pyspark.sql.functions import arrow_udf
+
     @arrow_udf("string")
     def greet(ids: pa.Array) -> pa.Array:
         return pa.array([hello.get()] * len(ids))
@@ -178,7 +181,7 @@ ENTRY_POINTS: list[Callable[..., Any]] = [
     python_udf,
     arrow_optimized_udf,
     a_pandas_udf,
-    an_arrow_udf,
+    *([an_arrow_udf] if HAS_ARROW_UDF else []),
     map_in_arrow,
     map_in_pandas,
     apply_in_pandas,

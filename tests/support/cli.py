@@ -6,12 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Final
 
 import stagecrew
+from support.spark_versions import LEAKS_SOCKETS
 
 __all__ = ["run_stagecrew"]
 
 _ROOT = str(Path(stagecrew.__file__).parent.parent)
+
+#: Warnings are errors, except those about the sockets that old versions of PySpark do not close.
+_WARNINGS: Final = ("-W", "error", *(("-W", "ignore::ResourceWarning") if LEAKS_SOCKETS else ()))
 
 
 def run_stagecrew(
@@ -27,7 +32,7 @@ def run_stagecrew(
     if installed:
         inherited["PYTHONPATH"] = _ROOT
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", start, *arguments],
+        [sys.executable, *_WARNINGS, "-c", start, *arguments],
         cwd=cwd, timeout=timeout, env={**inherited, **environment}, capture_output=True, text=True, check=False,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
