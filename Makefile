@@ -12,7 +12,7 @@ JAR := $(STAMPS)/jar
 OTHER_SPARKS := 4.2.1 4.1.4 4.0.5
 unexport PYSPARK_PYTHON
 
-.PHONY: help setup jar jars check format smoke test test-unit test-jvm test-spark test-matrix test-long soak docs bench \
+.PHONY: help setup jar jars wheel check format smoke test test-unit test-jvm test-spark test-matrix test-long soak docs bench \
   charts demo compat clean
 
 help: ## list the targets
@@ -44,6 +44,10 @@ $(JAR): $(STAMPS)/venv $(JAR_SOURCES)
 	@touch $@
 
 jars: jar $(OTHER_SPARKS:%=$(STAMPS)/jar-%) ## build the jar for each supported Spark: a release contains all of them
+
+wheel: jars ## build the wheel and the sdist of a release, with all jars, in dist/
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
 
 # An environment with another PySpark, and everything that the tests need.
 $(STAMPS)/spark-%: $(STAMPS)/venv

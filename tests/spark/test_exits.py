@@ -15,7 +15,6 @@ from pyspark.sql.streaming import StreamingQuery
 import stagecrew
 from support.journal import recording_body
 from support.sessions import Sessions
-from support.spark_versions import KNOWS_QUERY_TAGS
 from support.waiting import eventually
 
 
@@ -84,8 +83,6 @@ def test_an_exit_waits_for_the_queries_of_inner_topologies(spark, crew, tmp_path
     with ThreadPoolExecutor(2) as pool:
         query = pool.submit(inner.wrap(start)).result(60)
         try:
-            if not KNOWS_QUERY_TAGS:
-                eventually(lambda: batches, 60, "the query has run a job")
             ended: Future[None] = pool.submit(outer.close)
             before = len(batches)
             eventually(lambda: len(batches) > before + 3 or ended.done(), 60, "the query has more batches")

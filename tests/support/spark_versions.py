@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-__all__ = ["HAS_ARROW_UDF", "KNOWS_QUERY_TAGS", "LEAKS_SOCKETS", "SPARK"]
+__all__ = ["HAS_ARROW_UDF", "LEAKS_SOCKETS", "SPARK"]
 
 #: The installed version, as major and minor.
 SPARK = tuple(map(int, importlib.metadata.version("pyspark").split(".")[:2]))
@@ -14,7 +14,3 @@ LEAKS_SOCKETS = SPARK < (4, 2)
 
 #: `pyspark.sql.functions.arrow_udf` exists.
 HAS_ARROW_UDF = SPARK >= (4, 1)
-
-#: Spark reports the tags of a streaming query when it starts. Otherwise the topology of a query is known when its first
-#: job starts.
-KNOWS_QUERY_TAGS = SPARK >= (4, 1)

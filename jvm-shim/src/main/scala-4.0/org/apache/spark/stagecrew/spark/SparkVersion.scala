@@ -1,12 +1,11 @@
 package org.apache.spark.stagecrew
 package spark
 
-import java.util.Properties
 import scala.annotation.unused
-import org.apache.spark.{SparkContext, SparkEnv, TaskContext}
+import org.apache.spark.{SparkConf, SparkContext, SparkEnv, TaskContext}
 import org.apache.spark.shuffle.ShuffleBlockResolver
-import org.apache.spark.sql.execution.streaming.StreamExecution
-import org.apache.spark.sql.streaming.StreamingQueryListener.QueryStartedEvent
+import org.apache.spark.sql.streaming.StreamingQueryListener
+import org.apache.spark.sql.streaming.StreamingQueryListener._
 
 /** What differs between the minor versions of Spark. This file is for 4.0. */
 private[stagecrew] object SparkVersion {
@@ -23,11 +22,23 @@ private[stagecrew] object SparkVersion {
     if (task.isInterrupted()) action else if (!task.isCompleted()) onInterrupt(task, later)(action)
   }
 
-  /** The tags of the session that started a streaming query. 4.0 does not report them. */
+  /** The tags of the session that started a streaming query. 4.0 does not report them: see `QueryStarts`. */
   def tagsOf(@unused started: QueryStartedEvent): Set[String] = Set.empty
 
-  /** The run of the streaming query that a job with these properties belongs to: the job's group. So a query belongs to
-    * a topology when its first job has started. */
-  def runOf(job: Properties): Option[String] = Option.when(job.getProperty(StreamExecution.QUERY_ID_KEY) != null)(
-    job.getProperty(SparkContext.SPARK_JOB_GROUP_ID))
+  /** Changes the configuration of the application, if this version needs it. */
+  def configure(conf: SparkConf): Unit = {
+    val others = conf.getOption(ListenersKey).toSeq.filterNot(_.contains(classOf[QueryStarts].getName))
+    conf.set(ListenersKey, (others :+ classOf[QueryStarts].getName).mkString(","))
+  }
+  private val ListenersKey = "spark.sql.streaming.streamingQueryListeners"
+}
+
+/** Tells the driver the tags of each streaming query. Spark creates an instance for each session, and calls it in the
+  * thread of the query, which has the local properties of the thread that started the query. */
+final class QueryStarts extends StreamingQueryListener {
+  override def onQueryStarted(started: QueryStartedEvent): Unit = SparkContext.getActive.foreach { sc =>
+    Option(Shim.driver(sc.applicationId)).foreach(_.queryStarted(sc.getJobTags(), started.runId.toString))
+  }
+  override def onQueryProgress(event: QueryProgressEvent): Unit = ()
+  override def onQueryTerminated(event: QueryTerminatedEvent): Unit = ()
 }

@@ -1,9 +1,8 @@
 package org.apache.spark.stagecrew
 package spark
 
-import java.util.Properties
 import scala.annotation.unused
-import org.apache.spark.{SparkEnv, TaskContext}
+import org.apache.spark.{SparkConf, SparkEnv, TaskContext}
 import org.apache.spark.shuffle.ShuffleBlockResolver
 import org.apache.spark.sql.streaming.StreamingQueryListener.QueryStartedEvent
 
@@ -23,6 +22,6 @@ private[stagecrew] object SparkVersion {
   /** The tags of the session that started a streaming query. */
   def tagsOf(started: QueryStartedEvent): Set[String] = started.jobTags.toSet
 
-  /** The run of the streaming query that a job with these properties belongs to, if `tagsOf` does not work. */
-  def runOf(@unused job: Properties): Option[String] = None
+  /** Changes the configuration of the application, if this version needs it. */
+  def configure(@unused conf: SparkConf): Unit = ()
 }

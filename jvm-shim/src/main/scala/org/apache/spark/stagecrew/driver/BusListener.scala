@@ -35,7 +35,6 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
       val chain = topologyId.flatMap(topologies.get).toSeq.flatMap(crew.chainOf).filter(_.state != "closed")
       val counted = (chain ++ topologies.get(Description.Application)).distinct
       counted.foreach(_.jobs += 1)
-      Option(event.properties).flatMap(SparkVersion.runOf).foreach(run => chain.foreach(_.queries += run))
       // A query with AQE that is cancelled between two of its jobs still starts the next job.
       chain.flatMap(_.cancelled).headOption.foreach(reason => crew.sc.cancelJob(event.jobId, reason))
       crew.publish(counted: _*)
@@ -59,7 +58,7 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
     }
     case started: QueryStartedEvent => inLoop {
       executions.queryStarted(started.id.toString, started.runId.toString)
-      tagged(SparkVersion.tagsOf(started)).foreach(_.queries += started.runId.toString)
+      queryStarted(SparkVersion.tagsOf(started), started.runId.toString)
     }
     case ended: QueryTerminatedEvent => inLoop {
       topologies.values.foreach(_.queries -= ended.runId.toString)
@@ -83,6 +82,9 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
       crew.sc.cancelStage(key._1, frame.text("error"))
     }
   }
+
+  /** A streaming query of a session with these tags has started. Called in the loop. */
+  def queryStarted(tags: Set[String], run: String): Unit = tagged(tags).foreach(_.queries += run)
 
   private def tagged(tags: Set[String]): Seq[Topology] =
     topologies.values.filter(t => tags(DriverCrew.tag(t.description.id))).toSeq

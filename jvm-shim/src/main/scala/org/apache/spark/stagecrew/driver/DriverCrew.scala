@@ -63,6 +63,9 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     eventLog.foreach(log => every(1000)("storing the state in the event log")(log.tick(snapshot)))
   }
 
+  /** Any thread: see `DriverFacade.queryStarted`. */
+  def queryStarted(tags: Set[String], run: String): Unit = inLoop(events.queryStarted(tags, run))
+
   // -- Calls from Python (any thread)
 
   /** Adds listeners to the application topology, and sets whether the application has operators. Called before the

@@ -46,6 +46,9 @@ final class DriverFacade(crew: DriverCrew) {
 
   def stopQueries(id: String): Unit = crew.stopQueries(id)
 
+  /** A streaming query of a session with these tags has started. Called if Spark's event of the start has no tags. */
+  def queryStarted(tags: Set[String], run: String): Unit = crew.queryStarted(tags, run)
+
   /** How many tasks the current executors can run at the same time. */
   def slots(): Int = crew.slots
 

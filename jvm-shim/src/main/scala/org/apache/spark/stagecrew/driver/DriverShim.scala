@@ -63,6 +63,7 @@ object DriverShim {
     Settings.unknown(conf).foreach(key =>
       Log.log.warn(s"$key is not a setting of stagecrew ${Shim.version}; check its spelling"))
     conf.set(DaemonModuleKey, DaemonModule)
+    SparkVersion.configure(conf)
     trackPartitions(conf)
   }
 

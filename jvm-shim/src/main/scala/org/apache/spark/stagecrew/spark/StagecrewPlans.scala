@@ -44,7 +44,8 @@ private[spark] object StagecrewPlans {
   /** Removes a dataset from SQL's cache. Returns whether it was cached. */
   def uncache(rdd: Int): Boolean = classic.SparkSession.getDefaultSession.exists { session =>
     val manager = session.sharedState.cacheManager
-    val matching = Cached.of(manager).filter(data => buffers(data.cachedRepresentation.cacheBuilder).exists(_.id == rdd))
+    val matching =
+      Cached.of(manager).filter(data => buffers(data.cachedRepresentation.cacheBuilder).exists(_.id == rdd))
     matching.foreach(data => manager.uncacheQuery(session, data.plan, cascade = false, blocking = true))
     matching.nonEmpty
   }
