@@ -1,8 +1,8 @@
 """The build hook: puts the jars into `stagecrew/jars/` of the wheel and of the sdist.
 
-The sdist of a release contains the jars of all supported versions of Spark, so that a wheel can be built from it without
-a JDK. In a git checkout, `make jars` builds them. If there is none, or if one is older than its sources, the hook builds
-the jar for the installed PySpark (`jar.py`).
+The sdist of a release contains the jars of all supported versions of Spark, so that a wheel can be built from it
+without a JDK. In a git checkout, `make jars` builds them. If none exists, or if one is older than its sources, the
+hook builds the jar for the installed PySpark (`jar.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 sys.path.insert(0, str(Path(__file__).parent))
-import jar as jar_builder  # noqa: E402
+import jar as jar_builder
 
 
 class JarHook(BuildHookInterface):
-    """Builds a jar if necessary, or fails with one sentence that says what is missing."""
+    """Builds a jar if necessary, or fails with one sentence that names the missing part."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: D102
         jars = jar_builder.JARS
@@ -33,7 +33,7 @@ class JarHook(BuildHookInterface):
             return
         try:
             jar_builder.build(jar_builder.installed_spark())
-        except jar_builder.CannotBuild as error:
+        except jar_builder.CannotBuildError as error:
             sys.exit(f"\n{error}.\n")  # an exception would be shown with a long traceback
         except subprocess.CalledProcessError as error:
             sys.exit(f"\nthe compiler failed with status {error.returncode}; its messages are above.\n")

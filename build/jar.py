@@ -28,8 +28,8 @@ JAVA_OPTIONS = ("--release", "17", "-Xlint:all,-path", "-Werror")  # Spark's jar
 OLDEST_JAVA = 17
 
 
-class CannotBuild(Exception):
-    """The jar cannot be built here. The message says what is missing, in one sentence."""
+class CannotBuildError(Exception):
+    """The jar cannot be built here. The message names the missing part, in one sentence."""
 
 
 def version() -> str:
@@ -42,7 +42,7 @@ def version() -> str:
 def spark_jars(folder: Path) -> Path:
     """Returns the folder with Spark's jars in an installed PySpark or a SPARK_HOME."""
     if not list(folder.glob("jars/spark-core_*.jar")):
-        raise CannotBuild(f"{folder} has no jars/spark-core_*.jar, so it is neither a PySpark nor a SPARK_HOME")
+        raise CannotBuildError(f"{folder} has no jars/spark-core_*.jar, so it is neither a PySpark nor a SPARK_HOME")
     return folder / "jars"
 
 
@@ -52,7 +52,7 @@ def installed_spark() -> Path:
     for folder in (os.environ.get("SPARK_HOME"), Path(sysconfig.get_paths()["purelib"], "pyspark")):
         if folder and Path(folder, "jars").is_dir():
             return Path(folder)
-    raise CannotBuild(
+    raise CannotBuildError(
         "to build stagecrew from its sources, first install the PySpark that will run it "
         "(`pip install 'pyspark[sql]~=4.3.0'`), or set SPARK_HOME; the build compiles against Spark's jars"
     )
@@ -65,7 +65,7 @@ def spark_line(jars: Path) -> str:
     line = found[1] if found else core.name
     if not (MAIN / f"scala-{line}").is_dir():
         lines = sorted(path.name.removeprefix("scala-") for path in MAIN.glob("scala-*"))
-        raise CannotBuild(f"stagecrew supports Spark {lines[0]} to {lines[-1]}, and {jars} has Spark {line}")
+        raise CannotBuildError(f"stagecrew supports Spark {lines[0]} to {lines[-1]}, and {jars} has Spark {line}")
     return line
 
 
@@ -76,12 +76,12 @@ def jdk() -> tuple[str, str]:
     wanted = f"building stagecrew's jar needs a JDK {OLDEST_JAVA} or newer (Debian: openjdk-17-jdk-headless)"
     if None in commands or not all(Path(str(command)).exists() for command in commands):
         where = f"JAVA_HOME={home} has no" if home else "there is no"
-        raise CannotBuild(f"{wanted}, and {where} java and javac")
+        raise CannotBuildError(f"{wanted}, and {where} java and javac")
     java, javac = map(str, commands)
     printed = subprocess.run([javac, "-version"], capture_output=True, text=True, check=False)
     found = re.search(r"javac (\d+)", printed.stdout + printed.stderr)
     if found is None or int(found[1]) < OLDEST_JAVA:
-        raise CannotBuild(f"{wanted}, and {javac} is {(printed.stdout + printed.stderr).strip() or 'broken'}")
+        raise CannotBuildError(f"{wanted}, and {javac} is {(printed.stdout + printed.stderr).strip() or 'broken'}")
     return java, javac
 
 
@@ -153,7 +153,7 @@ def _write(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
 if __name__ == "__main__":
     try:
         print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else installed_spark()))
-    except CannotBuild as error:
+    except CannotBuildError as error:
         sys.exit(str(error))
     except subprocess.CalledProcessError as error:
         sys.exit(f"the compiler failed with status {error.returncode}")

@@ -33,8 +33,8 @@ private[stagecrew] object SparkVersion {
   private val ListenersKey = "spark.sql.streaming.streamingQueryListeners"
 }
 
-/** Tells the driver the tags of each streaming query. Spark creates an instance for each session, and calls it in the
-  * thread of the query, which has the local properties of the thread that started the query. */
+/** Passes the tags of each streaming query to the driver. Spark creates an instance for each session, and calls it in
+  * the thread of the query, which has the local properties of the thread that started the query. */
 final class QueryStarts extends StreamingQueryListener {
   override def onQueryStarted(started: QueryStartedEvent): Unit = SparkContext.getActive.foreach { sc =>
     Option(Shim.driver(sc.applicationId)).foreach(_.queryStarted(sc.getJobTags(), started.runId.toString))

@@ -1,0 +1,91 @@
+"""build/jar.py compiles the jar with a JDK alone, or says in one sentence what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from stagecrew.spark_version import SPARK_LINES
+
+SCRIPT = Path(__file__).parents[2] / "build" / "jar.py"
+
+
+@pytest.fixture
+def jar_build() -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("jar_build", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def java_home(folder: Path, javac: str) -> str:
+    """Creates a JAVA_HOME whose compiler prints this version."""
+    programs = folder / "jdk" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("java", "javac"):
+        (programs / name).write_text(f"#!/bin/sh\necho '{javac}'\n")
+        (programs / name).chmod(0o755)
+    return str(folder / "jdk")
+
+
+def test_without_spark_the_error_says_what_to_install(
+    jar_build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SPARK_HOME and the environment's packages are searched."""
+    monkeypatch.delenv("SPARK_HOME", raising=False)
+    monkeypatch.setattr(jar_build.sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
+    with pytest.raises(jar_build.CannotBuildError, match=r"first install the PySpark .* or set SPARK_HOME"):
+        jar_build.installed_spark()
+    (tmp_path / "pyspark" / "jars").mkdir(parents=True)
+    assert jar_build.installed_spark() == tmp_path / "pyspark"
+    (tmp_path / "home" / "jars").mkdir(parents=True)
+    monkeypatch.setenv("SPARK_HOME", str(tmp_path / "home"))
+    assert jar_build.installed_spark() == tmp_path / "home"
+
+
+@pytest.mark.parametrize("javac", ["javac 11.0.2", "javac 1.8.0", "no version"])
+def test_an_old_jdk_is_refused(
+    jar_build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, javac: str
+) -> None:
+    """The error names the JDK that is needed, and the one that was found."""
+    monkeypatch.setenv("JAVA_HOME", java_home(tmp_path, javac))
+    with pytest.raises(jar_build.CannotBuildError, match=rf"needs a JDK 17 or newer .*{javac}"):
+        jar_build.jdk()
+
+
+def test_a_runtime_without_a_compiler_is_refused(
+    jar_build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A Java runtime without `javac` cannot build the jar."""
+    home = java_home(tmp_path, "javac 17")
+    Path(home, "bin", "javac").unlink()
+    monkeypatch.setenv("JAVA_HOME", home)
+    with pytest.raises(jar_build.CannotBuildError, match=f"JAVA_HOME={home} has no java and javac"):
+        jar_build.jdk()
+
+
+@pytest.mark.parametrize("core", ["spark-core_2.12-3.5.9.jar", "spark-core_2.13-5.0.0.jar"])
+def test_another_version_of_spark_is_refused(jar_build: ModuleType, tmp_path: Path, core: str) -> None:
+    """The error names the supported versions and the one that was found."""
+    (tmp_path / "jars").mkdir()
+    with pytest.raises(jar_build.CannotBuildError, match="neither a PySpark nor a SPARK_HOME"):
+        jar_build.spark_jars(tmp_path)
+    (tmp_path / "jars" / core).touch()
+    with pytest.raises(jar_build.CannotBuildError, match=r"supports Spark 4\.0 to 4\.3, and .* has Spark [35]\.\d"):
+        jar_build.spark_line(jar_build.spark_jars(tmp_path))
+
+
+def test_there_is_a_compatibility_file_for_each_supported_version(jar_build: ModuleType) -> None:
+    """Each folder `scala-4.x` has exactly one file, and its version is the folder's."""
+    folders = sorted(jar_build.MAIN.glob("scala-*"))
+    assert tuple(folder.name.removeprefix("scala-") for folder in folders) == SPARK_LINES
+    for folder, line in zip(folders, SPARK_LINES, strict=True):
+        (file,) = (path for path in folder.rglob("*") if path.is_file())
+        assert file.name == "SparkVersion.scala"
+        assert f'val Line = "{line}"' in file.read_text()
