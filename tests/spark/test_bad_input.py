@@ -9,6 +9,7 @@ import textwrap
 import zipfile
 from pathlib import Path
 
+import pyspark
 import pytest
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
@@ -169,15 +170,58 @@ def run_driver(script: str, **environment: str) -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
-def test_a_jar_of_another_version_is_refused(tmp_path):
-    """If the jar and the package have different versions, the error names both and the path of the right jar."""
-    other = tmp_path / "stagecrew-spark-4.3_2.13-0.0.1.jar"
+def changed_jar(folder, changes):
+    """Copies the jar, and replaces bytes in the files that `changes` names. Returns the path of the copy."""
+    other = folder / "stagecrew-other.jar"
     with zipfile.ZipFile(stagecrew.jar_path()) as jar, zipfile.ZipFile(other, "w") as other_jar:
         for item in jar.infolist():
-            data = jar.read(item)
-            if item.filename == "stagecrew/_version.py":
-                data = data.replace(stagecrew.__version__.encode(), b"0.0.1")
-            other_jar.writestr(item, data)
+            old, new = changes.get(item.filename, (b"", b""))
+            other_jar.writestr(item, jar.read(item).replace(old, new) if old else jar.read(item))
+    return other
+
+
+@pytest.mark.contract
+def test_a_jar_for_another_spark_is_refused_when_the_session_starts(tmp_path):
+    """No task runs. The error names both versions, and how to find the right jar."""
+    line = ".".join(pyspark.__version__.split(".")[:2])
+    classes = [f"org/apache/spark/stagecrew/spark/SparkVersion{suffix}.class" for suffix in ("", "$")]
+    other = changed_jar(tmp_path, dict.fromkeys(classes, (line.encode(), b"4.9")))
+    done = run_driver(f"""
+    from support.sessions import session_builder
+    builder = session_builder("local[1]").config("spark.plugins", "stagecrew.StagecrewPlugin")
+    try:
+        builder.config("spark.jars", {str(other)!r}).getOrCreate()
+    except Exception as error:
+        print("REFUSED", error)
+    """)
+    expected = f"this jar of stagecrew is built for Spark 4.9, but this is Spark {pyspark.__version__}. `stagecrew jar`"
+    assert "REFUSED" in done.stdout, done.stderr[-2000:]
+    assert expected in done.stdout
+
+
+@pytest.mark.contract
+def test_two_different_jars_are_refused_when_the_session_starts(tmp_path):
+    """Otherwise the driver and the executors could use different ones. The error names both."""
+    manifest = (f"Implementation-Version: {stagecrew.__version__}".encode(), b"Implementation-Version: 0.0.1")
+    other = changed_jar(tmp_path, {"META-INF/MANIFEST.MF": manifest})
+    done = run_driver(f"""
+    from support.sessions import session_builder
+    import stagecrew
+    jars = {f"{other},{stagecrew.jar_path()}"!r}
+    builder = stagecrew.configure(session_builder("local[1]").config("spark.jars", jars))
+    try:
+        builder.getOrCreate()
+    except stagecrew.errors.ConfigurationError as error:
+        print("REFUSED", error)
+    """)
+    assert "REFUSED two different jars of stagecrew are loaded" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert str(other) in done.stdout
+    assert Path(stagecrew.jar_path()).name in done.stdout
+
+
+def test_a_jar_of_another_version_is_refused(tmp_path):
+    """If the jar and the package have different versions, the error names both and the path of the right jar."""
+    other = changed_jar(tmp_path, {"stagecrew/_version.py": (stagecrew.__version__.encode(), b"0.0.1")})
     done = run_driver(f"""
     from support.sessions import session_builder
     import stagecrew
