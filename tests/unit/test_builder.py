@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -339,6 +341,23 @@ def test_another_version_of_spark_is_refused(builder, monkeypatch, version):
         ConfigurationError, match=rf"supports Spark 4\.0 to 4\.3, and this is Spark {version}: `pip ins"
     ):
         stagecrew.configure(builder)
+
+
+def test_spark_3_is_refused_although_it_lacks_names():
+    """The error of `configure` is the same if PySpark lacks a name that stagecrew imports from Spark 4."""
+    script = """
+import pyspark.util
+del pyspark.util.default_api_mode
+pyspark.__version__ = "3.5.9"
+import stagecrew
+from pyspark.sql import SparkSession
+try:
+    stagecrew.configure(SparkSession.builder)
+except stagecrew.errors.ConfigurationError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith("stagecrew supports Spark 4.0 to 4.3, and this is Spark 3.5.9:")
 
 
 def test_a_running_context_without_the_plugin(builder, monkeypatch):

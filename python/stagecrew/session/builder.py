@@ -12,7 +12,6 @@ import pyspark
 from py4j.protocol import Py4JError
 from pyspark import SparkConf, SparkContext
 from pyspark.sql import SparkSession
-from pyspark.util import default_api_mode
 
 from stagecrew._version import __version__
 from stagecrew.conf import PLUGIN
@@ -139,6 +138,8 @@ _CONNECT: Final = (
 
 
 def _start(builder: SparkSession.Builder, make: Callable[[], SparkSession], arguments: _Arguments) -> SparkSession:
+    from pyspark.util import default_api_mode  # Spark 3.5, which `configure` refuses, does not have it
+
     options: dict[str, Any] = builder._options
     mode = str(options.get("spark.api.mode", os.environ.get("SPARK_API_MODE", ""))).lower()
     if (
