@@ -171,7 +171,7 @@ def jar() -> Check:
 
 
 def _jar_problem(line: str, path: str) -> str | None:
-    """Returns what is wrong with the jar for this version of Spark. Returns None if nothing is wrong."""
+    """Returns the problem of the jar for this version of Spark, or None."""
     try:
         with zipfile.ZipFile(path) as archive:
             manifest = archive.read("META-INF/MANIFEST.MF").decode()

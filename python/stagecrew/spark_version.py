@@ -50,7 +50,7 @@ def supported() -> str:
 def installed_spark() -> str | None:
     """Returns the version of the Spark that this process runs or would start: of SPARK_HOME, or of PySpark.
 
-    Returns None if there is none, or if its version cannot be found.
+    Returns None if Spark is not installed, or if its version cannot be found.
     """
     if home := os.environ.get("SPARK_HOME"):
         for jar in Path(home, "jars").glob("spark-core_*.jar"):

@@ -37,7 +37,7 @@ from stagecrew.observability.error_summary import remove_own_frames
 from stagecrew.worker import graceful_shutdown, sampling
 from stagecrew.worker.process import ADDRESS_FILE, CHAIN, WorkerProcess, flush_standard_streams
 
-#: What is replaced in PySpark's modules. `_missing` checks that they have it.
+#: The names that are replaced in PySpark's modules. `_missing` checks that they exist.
 _REPLACED: Final = {
     "pyspark.daemon": ("worker", "manager", "os", "select"),
     "pyspark.worker": ("main", "setup_broadcasts", "handle_worker_exception"),
