@@ -26,7 +26,7 @@ def hdfs(folder: Path) -> Iterator[pyarrow.fs.FileSystem]:
     """Starts HDFS, and yields an Arrow file system that uses WebHDFS, because Arrow lacks the native HDFS library."""
     from fsspec.implementations.webhdfs import WebHDFS
 
-    assert JAR.exists(), "Hadoop's mini cluster is missing: run `make setup` or `build/sbt shim/hdfsJar`"
+    assert JAR.exists(), "Hadoop's mini cluster is missing: run `build/sbt shim/hdfsJar`"
     details, settings = folder / "details.json", folder / "settings.xml"
     classpath = f"{JAR}:{Path(pyspark.__file__).parent}/jars/*"
     options = ["-Xmx300m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]

@@ -1,4 +1,4 @@
-"""build/jar.py compiles the jar with a JDK alone, or says in one sentence what is missing."""
+"""build/jar.py compiles the jar with a JDK alone, or names the missing part in one sentence."""
 
 from __future__ import annotations
 
