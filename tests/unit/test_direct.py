@@ -168,7 +168,8 @@ def test_acknowledgements_expire_while_frames_arrive(world: World) -> None:
 def test_an_executor_that_cannot_be_reached_directly_is_reached_through_the_jvm(world: World, problem: str) -> None:
     """The address file may be on another host, or that of another executor. Then nothing fails.
 
-    The executor is told, because its first evaluations wait for the connection. Without an address file, they do not.
+    The executor gets NO_DIRECT, because its first evaluations wait for the connection. Without an address file, they do
+    not wait.
     """
     if problem == "another executor":
         world.announce()

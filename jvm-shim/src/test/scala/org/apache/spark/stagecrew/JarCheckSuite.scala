@@ -45,7 +45,7 @@ class JarCheckSuite extends AnyFunSuite {
     }
   }
 
-  test("the classes of a build directory are no jar") {
+  test("the jar of these tests is accepted by this Spark") {
     JarCheck.check(getClass.getClassLoader)
   }
 }
