@@ -8,11 +8,12 @@ STAMPS := build/.stamps
 JAR_SOURCES := build/jar.py LICENSE NOTICE $(shell find jvm-shim/src/main python/stagecrew \
 	-name '*.scala' -o -name '*.java' -o -name '*.py' -o -path '*/resources/*' -type f 2>/dev/null)
 JAR := $(STAMPS)/jar
-# The newest PySpark of each other supported minor version.
+# The newest PySpark of each supported minor version. Development uses the newest one.
+SPARK := 4.3.0
 OTHER_SPARKS := 4.2.1 4.1.4 4.0.5
 unexport PYSPARK_PYTHON
 
-.PHONY: help setup jar jars wheel check format smoke test test-unit test-jvm test-spark test-matrix test-long soak docs bench \
+.PHONY: help setup lock jar jars wheel check format smoke test test-unit test-jvm test-spark test-matrix test-long soak docs bench \
   charts demo compat clean
 
 help: ## list the targets
@@ -20,7 +21,7 @@ help: ## list the targets
 
 setup: $(STAMPS)/installed ## create the environment in .venv, build the jar, install the package
 
-$(STAMPS)/venv: pyproject.toml
+$(STAMPS)/venv: build/requirements.txt
 	@mkdir -p $(STAMPS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "stagecrew needs Python >= 3.11: make PYTHON=python3.11"; exit 1; }
@@ -28,14 +29,13 @@ $(STAMPS)/venv: pyproject.toml
 	  echo "Spark needs a JDK 17 or newer (Debian: apt-get install openjdk-17-jdk-headless)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -c 'import tomllib; \
-	  project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	  extras = project["optional-dependencies"]; \
-	  names = ("spark", "postgres", "iceberg", "zookeeper", "demo", "docs", "dev"); \
-	  wanted = {one for name in names for one in extras[name] if not one.startswith("stagecrew[")}; \
-	  print("\n".join(sorted(wanted | set(project["dependencies"]))))' > $(STAMPS)/requirements.txt
-	$(BIN)/python -m pip install -q -r $(STAMPS)/requirements.txt
+	$(BIN)/python -m pip install -q -r build/requirements.txt pyspark==$(SPARK)
 	@touch $@
+
+lock: setup ## choose the newest versions that pyproject.toml allows, and write them to build/requirements.txt
+	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate --no-emit-package pyspark \
+	  --no-emit-package py4j --extra spark --extra zookeeper --extra iceberg --extra postgres --extra demo --group dev \
+	  --custom-compile-command "make lock" --output-file build/requirements.txt pyproject.toml
 
 jar: $(JAR) ## build the jar if its sources changed
 
@@ -52,8 +52,7 @@ wheel: jars ## build the wheel and the sdist of a release, with all jars, in dis
 # An environment with another PySpark, and everything that the tests need.
 $(STAMPS)/spark-%: $(STAMPS)/venv
 	test -x build/spark-$*/bin/python || $(PYTHON) -m venv build/spark-$*
-	grep -v '^pyspark' $(STAMPS)/requirements.txt > $@.txt
-	build/spark-$*/bin/python -m pip install -q -r $@.txt pyspark==$*
+	build/spark-$*/bin/python -m pip install -q -r build/requirements.txt pyspark==$*
 	@touch $@
 
 $(STAMPS)/jar-%: $(STAMPS)/spark-% $(JAR_SOURCES)
@@ -132,10 +131,8 @@ docs: setup ## build the documentation into site/, with warnings as errors
 $(STAMPS)/peers: pyproject.toml
 	@mkdir -p $(STAMPS)
 	test -x build/peers/bin/python || $(PYTHON) -m venv build/peers
-	$(PYTHON) -c 'import tomllib; \
-	  project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	  print("\n".join(project["optional-dependencies"]["bench"]))' > $@.txt
-	build/peers/bin/python -m pip install -q -r $@.txt
+	build/peers/bin/python -m pip install -q --upgrade pip
+	build/peers/bin/python -m pip install -q --group bench
 	@touch $@
 
 bench: setup $(STAMPS)/peers ## run the benchmarks, and print the figures as JSON and as a table

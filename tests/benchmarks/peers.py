@@ -1,6 +1,6 @@
 """Measures calls of an actor from a task in other frameworks: `peers.py ray|dask`. Reads JSON lines like `driver.py`.
 
-Ray and Dask are installed only for this (`pip install -e '.[bench]'`).
+Ray and Dask are installed only for this (`pip install --group bench`).
 """
 
 import sys
