@@ -1,4 +1,4 @@
-"""The build hook: puts the jars into `stagecrew/jars/` of the wheel and of the sdist.
+"""The hooks of the build: they put the jars into `stagecrew/jars/` of wheel and sdist, and adapt the README's links.
 
 The sdist of a release contains the jars of all supported versions of Spark, so that a wheel can be built from it
 without a JDK. In a git checkout, `make jars` builds them. If none exists, or if one is older than its sources, the
@@ -13,9 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 sys.path.insert(0, str(Path(__file__).parent))
 import jar as jar_builder
+import readme
+
+
+class ReadmeHook(MetadataHookInterface):
+    """Sets the project's addresses, and the README with links that work on a package index."""
+
+    def update(self, metadata: dict[str, Any]) -> None:  # noqa: D102
+        repository = self.config["repository"].rstrip("/")
+        text = Path(self.root, "README.md").read_text(encoding="utf-8")
+        metadata["readme"] = {"content-type": "text/markdown", "text": readme.published(text, repository)}
+        metadata["urls"] = readme.urls(repository)
 
 
 class JarHook(BuildHookInterface):

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from stagecrew.spark_version import SPARK_LINES
-
-SCRIPT = Path(__file__).parents[2] / "build" / "jar.py"
+from support.build_scripts import load_build_script
 
 
 @pytest.fixture
 def jar_build() -> ModuleType:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("jar_build", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_build_script("jar")
 
 
 def java_home(folder: Path, javac: str) -> str:
