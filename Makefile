@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := build/.stamps
+INSTALL := $(BIN)/uv pip install --quiet
 JAR_SOURCES := build/jar.py LICENSE NOTICE $(shell find jvm-shim/src/main python/stagecrew \
 	-name '*.scala' -o -name '*.java' -o -name '*.py' -o -path '*/resources/*' -type f 2>/dev/null)
 JAR := $(STAMPS)/jar
@@ -28,8 +29,8 @@ $(STAMPS)/venv: build/requirements.txt
 	@command -v java >/dev/null || { \
 	  echo "Spark needs a JDK 17 or newer (Debian: apt-get install openjdk-17-jdk-headless)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q -r build/requirements.txt pyspark==$(SPARK)
+	$(BIN)/python -m pip install -q $$(grep '^uv==' build/requirements.txt)
+	$(INSTALL) --python $(BIN)/python -r build/requirements.txt pyspark==$(SPARK)
 	@touch $@
 
 lock: setup ## choose the newest versions that pyproject.toml allows, and write them to build/requirements.txt
@@ -52,16 +53,16 @@ wheel: jars ## build the wheel and the sdist of a release, with all jars, in dis
 # An environment with another PySpark, and everything that the tests need.
 $(STAMPS)/spark-%: $(STAMPS)/venv
 	test -x build/spark-$*/bin/python || $(PYTHON) -m venv build/spark-$*
-	build/spark-$*/bin/python -m pip install -q -r build/requirements.txt pyspark==$*
+	$(INSTALL) --python build/spark-$*/bin/python -r build/requirements.txt pyspark==$*
 	@touch $@
 
 $(STAMPS)/jar-%: $(STAMPS)/spark-% $(JAR_SOURCES)
 	build/spark-$*/bin/python build/jar.py
-	build/spark-$*/bin/python -m pip install -q --no-build-isolation --no-deps -e .
+	$(INSTALL) --python build/spark-$*/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(STAMPS)/installed: $(JAR)
-	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	$(INSTALL) --python $(BIN)/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 format: setup ## format the Python sources
@@ -128,11 +129,10 @@ soak: setup ## run 10,000 uses of operators and 1,000 topologies, and report lea
 docs: setup ## build the documentation into site/, with warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-$(STAMPS)/peers: pyproject.toml
+$(STAMPS)/peers: pyproject.toml $(STAMPS)/venv
 	@mkdir -p $(STAMPS)
 	test -x build/peers/bin/python || $(PYTHON) -m venv build/peers
-	build/peers/bin/python -m pip install -q --upgrade pip
-	build/peers/bin/python -m pip install -q --group bench
+	$(INSTALL) --python build/peers/bin/python --group bench
 	@touch $@
 
 bench: setup $(STAMPS)/peers ## run the benchmarks, and print the figures as JSON and as a table
