@@ -102,7 +102,7 @@ $(STAMPS)/hdfs: $(JAR) build.sbt project/build.properties
 
 test-spark: setup $(STAMPS)/classes $(STAMPS)/hdfs ## run the tests with real Spark
 	@rm -rf build/spark-home/*/work  # local-cluster leaves the folders of its executors here
-	$(BIN)/pytest -q tests -m "not long" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q tests -m "not long and not wheel" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup ## run every test except the long seeded runs: under 20 minutes
 	$(MAKE) -j 2 --output-sync=target check-and-docs test-jvm $(STAMPS)/classes
@@ -113,10 +113,11 @@ check-and-docs: setup
 	$(MAKE) check
 	$(MAKE) docs
 
-test-matrix: setup $(OTHER_SPARKS:%=$(STAMPS)/jar-%) $(OTHER_SPARKS:%=$(STAMPS)/classes-%) $(STAMPS)/hdfs ## run the contract tests with each other Spark: under 15 minutes; FULL=1 runs all tests
+test-matrix: wheel $(OTHER_SPARKS:%=$(STAMPS)/classes-%) $(STAMPS)/hdfs ## test the wheel with each Spark, and run the contract tests with each other Spark: under 15 minutes; FULL=1 runs all tests
+	$(BIN)/pytest -q tests/packaging -m wheel -n 2 --dist loadfile
 	for spark in $(OTHER_SPARKS); do \
 	  echo "Spark $$spark" && build/spark-$$spark/bin/python -m pytest -q tests -n 2 --dist loadfile \
-	    --no-loadscope-reorder $(if $(FULL),-m "not long",-m contract -k "not standalone") || exit 1; \
+	    --no-loadscope-reorder $(if $(FULL),-m "not long and not wheel",-m contract -k "not standalone") || exit 1; \
 	done
 
 test-long: setup $(STAMPS)/classes $(STAMPS)/hdfs ## run the long seeded runs, the longest file first, and the third master

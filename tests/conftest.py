@@ -36,12 +36,13 @@ class ModuleAndMasterScheduling(LoadFileScheduling):
     """Runs the tests of one module with one master in one process. `--dist loadfile` means this scheduling here.
 
     pytest sorts the tests of all modules by master, so that modules share a session. If a process ran whole modules, it
-    would change the master in each of them, and start a session each time.
+    would change the master in each of them, and start a session each time. Tests with a version of Spark as parameter
+    are divided in the same way.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         module, _, test = nodeid.partition("::")
-        master = re.search(r"[\[-](local|local-cluster|standalone)\b", test)
+        master = re.search(r"[\[-](local|local-cluster|standalone|\d\.\d)\b", test)
         return f"{module} {master[1]}" if master else module
 
 

