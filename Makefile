@@ -69,10 +69,11 @@ format: setup ## format the Python sources
 	$(BIN)/ruff format python tests
 	$(BIN)/ruff check --fix python tests
 
-check: setup ## check format, lint, types and import layers, and run the unit tests: under two minutes
+check: setup ## check format, lint, types (also for macOS) and import layers, and run the unit tests: under two minutes
 	$(BIN)/ruff format --check python tests
 	$(BIN)/ruff check python tests
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
 

@@ -76,7 +76,9 @@ class DriverChannel:
         self._turns = 0
         self._reading = threading.Lock()
         #: Writing a byte to this pipe ends the reader's wait for frames.
-        self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_out, self._wake_in = os.pipe()
+        for descriptor in (self._wake_out, self._wake_in):
+            os.set_blocking(descriptor, False)
         self._poller = select.poll()
         self._poller.register(self._channel, select.POLLIN)
         self._poller.register(self._wake_out, select.POLLIN)
