@@ -9,9 +9,9 @@ import os
 import re
 from typing import Final
 
-__all__ = ["filesystem", "mounted", "shared"]
+from stagecrew.operating_system import mount_points
 
-MOUNTS: Final = "/proc/self/mountinfo"
+__all__ = ["filesystem", "shared"]
 
 #: File systems that several machines may mount, by their Linux names. A FUSE file system has the name that its program
 #: chose.
@@ -23,32 +23,15 @@ _SHARED: Final = re.compile(
 _LOCAL: Final = frozenset({"fuse.fuse-overlayfs", "fuse.ntfs-3g", "fuse.lxcfs"})
 
 
-def filesystem(folder: str, mounts: str = MOUNTS) -> str | None:
+def filesystem(folder: str) -> str | None:
     """Returns the name of the file system that a folder is on, or None if the system does not report it."""
     real = os.path.realpath(folder)
     longest, found = -1, None
-    for point, name in mounted(mounts):
+    for point, name in mount_points() or ():
         # A later mount hides an earlier one at the same point.
         if len(point) >= longest and (real == point or real.startswith(point.rstrip("/") + "/")):
             longest, found = len(point), name
     return found
-
-
-def mounted(mounts: str = MOUNTS) -> list[tuple[str, str]]:
-    """Returns the mount points of this process's namespace, in their order, each with its file system.
-
-    The list includes folders that are bind-mounted on their own disk, which `os.path.ismount` does not detect. It is
-    empty if the system does not report its mount points.
-    """
-    try:
-        with open(mounts, encoding="utf-8", errors="surrogateescape") as lines:  # noqa: PTH123
-            entries = [line.split() for line in lines]
-    except OSError:
-        return []
-    return [
-        (re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4]), fields[fields.index("-", 6) + 1])
-        for fields in entries
-    ]
 
 
 def shared(name: str | None) -> bool:

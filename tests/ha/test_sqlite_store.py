@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from stagecrew import operating_system
 from stagecrew.errors import (
     ConfigurationError,
     PossiblyInconsistentError,
@@ -249,10 +250,12 @@ def test_nothing_is_written_to_a_deleted_database(path, store):
      ("fuse.sshfs", True), ("fuse", True), ("9p", True), ("virtiofs", True), ("ext4", False), ("xfs", False), ("btrfs", False),
      ("tmpfs", False), ("overlay", False), ("zfs", False), ("fuseblk", False), ("fuse.fuse-overlayfs", False)],
 )  # fmt: skip
-def test_a_database_on_a_network_file_system_is_refused(tmp_path, kind, refused):
+def test_a_database_on_a_network_file_system_is_refused(tmp_path, monkeypatch, kind, refused):
     folder = tmp_path / "with space"
     folder.mkdir()
-    mounts = tmp_path / "mountinfo"
+    mounts = tmp_path / "self" / "mountinfo"
+    mounts.parent.mkdir()
+    monkeypatch.setattr(operating_system, "PROC", str(tmp_path))
     point = str(folder).replace(" ", "\\040")
     mounts.write_text(
         f"22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
@@ -260,20 +263,21 @@ def test_a_database_on_a_network_file_system_is_refused(tmp_path, kind, refused)
         f"24 23 0:46 / {point} rw,relatime shared:2 master:3 - {kind} host:/export rw\n"
         f"25 23 0:47 / {point}er rw - nfs4 host:/export rw\n"
     )
-    assert filesystem(str(folder), str(mounts)) == kind
-    assert filesystem(str(tmp_path), str(mounts)) == "xfs"
+    assert filesystem(str(folder)) == kind
+    assert filesystem(str(tmp_path)) == "xfs"
     if refused:
         with pytest.raises(StoreUnsupported, match=f"is on {kind}.*zookeeper://"):
-            SQLiteStore(folder / "crew.db", mounts=str(mounts))
+            SQLiteStore(folder / "crew.db")
         assert list(folder.iterdir()) == []
     else:
-        SQLiteStore(folder / "crew.db", mounts=str(mounts)).close()
+        SQLiteStore(folder / "crew.db").close()
 
 
-def test_an_unknown_file_system_is_accepted(tmp_path):
-    assert filesystem("/", str(tmp_path / "none")) is None
-    assert not shared(None)
+def test_an_unknown_file_system_is_accepted(tmp_path, monkeypatch):
     assert filesystem("/proc") == "proc"
+    monkeypatch.setattr(operating_system, "PROC", str(tmp_path / "none"))
+    assert filesystem("/") is None
+    assert not shared(None)
 
 
 def test_a_newer_format_is_refused_and_unchanged(path):

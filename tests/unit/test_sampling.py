@@ -307,12 +307,13 @@ from stagecrew.worker import sampling
 daemon = sampling.DaemonSampler(0.0, "nowhere")
 assert daemon._sampler.problem == ""
 assert daemon._sampler.sample(os.getpid())
+of_daemon = sys.modules["psutil"]
 assert threading.active_count() == 1
 pid = daemon.fork()
 if not pid:
     leftover = [name for name in sys.modules if name.partition(".")[0] == "psutil"]
     import psutil  # the worker's own
-    ok = not leftover and psutil is not daemon._sampler._psutil and psutil.Process().pid == os.getpid()
+    ok = not leftover and psutil is not of_daemon and psutil.Process().pid == os.getpid()
     os._exit(7 if ok else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 assert daemon._sampler.sample(os.getpid())

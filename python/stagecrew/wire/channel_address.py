@@ -11,10 +11,10 @@ import json
 import os
 import socket
 import stat
-import struct
 from typing import Final
 
 from stagecrew.errors import ChannelError
+from stagecrew.operating_system import peer_user
 
 __all__ = ["ChannelAddress"]
 
@@ -81,14 +81,12 @@ class ChannelAddress:
     def check_peer(self, connection: socket.socket) -> None:
         """Raises `ChannelError` if a process of another user serves the socket.
 
-        The user of a TCP server is unknown, and so is every user where the operating system has no SO_PEERCRED. There,
+        The user of a TCP server is unknown, and so is every user where the operating system does not report it. There,
         only the handshake proves who the server is.
         """
-        if self.path is not None and hasattr(socket, "SO_PEERCRED"):
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            user = struct.unpack("3i", credentials)[1]
-            if user not in (self.owner, _ROOT):
-                raise ChannelError(f"a process of user {user} serves {self.path}, not one of user {self.owner}")
+        user = None if self.path is None else peer_user(connection)
+        if user not in (None, self.owner, _ROOT):
+            raise ChannelError(f"a process of user {user} serves {self.path}, not one of user {self.owner}")
 
 
 def _owner(path: str, status: os.stat_result, role: str) -> int:

@@ -4,7 +4,8 @@ Spark's daemon sends SIGKILL to idle workers beyond `spark.python.factory.idleWo
 still runs a task after Spark has killed this task. With this module, the daemon first sends SIGTERM to a worker that
 catches it, as workers with open listeners do. It sends SIGKILL if the worker is still running after `SECONDS`. A worker
 that is idle or closing registers how long its listeners may take to close. If that is longer than `SECONDS`, the daemon
-waits that long instead. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
+waits that long instead. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew. So does every
+worker if the operating system does not report which signals a process catches.
 
 The daemon forks, so it must have only one thread. Therefore it sends SIGKILL in the handler of a signal
 timer, not in a thread. Nothing else in the daemon uses a timer.
@@ -21,6 +22,8 @@ import time
 import types
 from types import FrameType
 from typing import Final
+
+from stagecrew import operating_system
 
 __all__ = ["SECONDS", "install", "reset_in_worker", "set_seconds_to_end"]
 
@@ -69,16 +72,18 @@ def set_seconds_to_end(seconds: float) -> None:
 
 
 def _shared_table() -> memoryview | None:
+    pids = operating_system.max_pid()
     try:
-        with open("/proc/sys/kernel/pid_max", encoding="ascii") as file:
-            pids = int(file.read())
-        return memoryview(mmap.mmap(-1, 2 * pids)).cast("B").cast("H")
+        return None if pids is None else memoryview(mmap.mmap(-1, 2 * pids)).cast("B").cast("H")
     except (OSError, ValueError):
         return None
 
 
 def _kill(pid: int, number: int) -> None:
-    started = _start_time(pid) if number == signal.SIGKILL and _takes_sigterm(pid) else None
+    # A blocked SIGTERM counts too: a worker with listeners blocks it only while Spark resets the handlers, and handles
+    # it afterwards.
+    takes_sigterm = number == signal.SIGKILL and operating_system.takes_signal(pid, signal.SIGTERM)
+    started = operating_system.start_time(pid) if takes_sigterm else None
     if started is None:
         os.kill(pid, number)
         return
@@ -95,7 +100,7 @@ def _kill_overdue(_number: int, _frame: FrameType | None) -> None:
     now = time.monotonic()
     for entry in list(_asked):
         asked, pid, started = entry
-        if _start_time(pid) != started:
+        if operating_system.start_time(pid) != started:
             _asked.remove(entry)
         elif asked + _grace(pid) <= now:
             _asked.remove(entry)
@@ -107,25 +112,3 @@ def _kill_overdue(_number: int, _frame: FrameType | None) -> None:
 
 def _grace(pid: int) -> float:
     return max(SECONDS, _needed[pid] if _needed is not None and pid < len(_needed) else 0)
-
-
-def _takes_sigterm(pid: int) -> bool:
-    # A blocked SIGTERM counts too: a worker with listeners blocks it only while Spark resets the handlers, and handles
-    # it afterwards.
-    taken = 0
-    try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
-            for line in status:
-                if line.startswith(("SigCgt:", "SigBlk:")):
-                    taken |= int(line.split()[1], 16)
-    except (OSError, IndexError, ValueError):
-        return False
-    return bool(taken >> (signal.SIGTERM - 1) & 1)
-
-
-def _start_time(pid: int) -> str | None:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[19]
-    except (OSError, IndexError):
-        return None

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from stagecrew import operating_system
 from stagecrew.observability.error_summary import error_text
 from stagecrew.wire.channel_address import ChannelAddress
 from stagecrew.wire.frames import Decoder, Frame, encode
@@ -59,7 +59,7 @@ class Sampler:
 
     def __init__(self, role: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._role, self._clock = role, clock
-        self._psutil: Any = None
+        self._has_psutil = False
         self._problem = ""
         #: By pid: the process, the time of its last sample, and its CPU seconds at that time.
         self._known: dict[int, tuple[Any, float, float]] = {}
@@ -67,9 +67,10 @@ class Sampler:
     @property
     def problem(self) -> str:
         """Why there are no samples, and what to do. Empty if there are samples."""
-        if self._psutil is None and not self._problem:
+        if not self._has_psutil and not self._problem:
             try:
-                self._psutil = _import_psutil()
+                operating_system.load_psutil()
+                self._has_psutil = True
             except Exception as error:
                 self._problem = (
                     f"its Python processes are not sampled, because psutil cannot be imported by {sys.executable} "
@@ -79,26 +80,17 @@ class Sampler:
 
     def sample(self, pid: int) -> dict[str, Any] | None:
         """Samples a process, in the format of the executor. Returns None if the process has ended."""
-        psutil = self._psutil
-        try:
-            process, before, cpu_before = self._known.get(pid) or (psutil.Process(pid), 0.0, 0.0)
-            if not process.is_running():
-                raise psutil.NoSuchProcess(pid)
-            with process.oneshot():
-                if process.status() == psutil.STATUS_ZOMBIE:  # it has ended, and its parent has not noticed yet
-                    raise psutil.NoSuchProcess(pid)
-                times, memory, threads = process.cpu_times(), process.memory_info().rss, process.num_threads()
-                started = process.create_time()
-            files = process.num_fds() - (pid == os.getpid())  # without the one that is open only to count them
-        except psutil.Error:
+        process, before, cpu_before = self._known.get(pid) or (operating_system.find_process(pid), 0.0, 0.0)
+        found = None if process is None else operating_system.figures(process)
+        if found is None:
             self._known.pop(pid, None)
             return None
-        now, cpu = self._clock(), times.user + times.system
-        elapsed = now - before if before else time.time() - started
-        self._known[pid] = (process, now, cpu)
-        millicores = int((cpu - cpu_before) * 1000 / elapsed) if elapsed > 0 else 0
-        figures = {"rss": memory, "cpu": max(0, millicores), "threads": threads, "files": files}
-        return {"pid": pid, "role": self._role, "started": int(started * 1000), "samples": [figures]}
+        now = self._clock()
+        elapsed = now - before if before else time.time() - found.started
+        self._known[pid] = (process, now, found.cpu)
+        millicores = int((found.cpu - cpu_before) * 1000 / elapsed) if elapsed > 0 else 0
+        sample = {"rss": found.memory, "cpu": max(0, millicores), "threads": found.threads, "files": found.files}
+        return {"pid": pid, "role": self._role, "started": int(found.started * 1000), "samples": [sample]}
 
     def forget(self, pid: int) -> None:
         """Forgets the process with this pid, which has ended."""
@@ -132,7 +124,7 @@ class DaemonSampler:
             self._workers[pid] = None
         else:
             self.close()
-            _forget_psutil()
+            operating_system.forget_psutil()
         return pid
 
     def poll(self) -> _Poll:
@@ -302,18 +294,3 @@ def install() -> None:
 
 def _names(module: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if not name.startswith("__")}
-
-
-_imported_here = False
-
-
-def _import_psutil() -> Any:
-    global _imported_here
-    _imported_here = _imported_here or "psutil" not in sys.modules
-    return importlib.import_module("psutil")
-
-
-def _forget_psutil() -> None:
-    if _imported_here:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "psutil"]:
-            del sys.modules[name]

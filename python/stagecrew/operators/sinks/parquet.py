@@ -27,7 +27,7 @@ from stagecrew.files import (
     sync,
     write_whole,
 )
-from stagecrew.mounts import mounted
+from stagecrew.operating_system import mount_points
 from stagecrew.operators.commit_records import file_of
 from stagecrew.operators.schemas import nullable_schema
 from stagecrew.operators.sinks.staged import (
@@ -284,4 +284,5 @@ def _fixed(path: str) -> str:
     if os.path.islink(path):  # noqa: PTH114
         return "a symbolic link"
     real = os.path.realpath(path)
-    return "a mount point" if os.path.ismount(real) or any(point == real for point, _ in mounted()) else ""
+    is_mounted = os.path.ismount(real) or any(point == real for point, _ in mount_points() or ())
+    return "a mount point" if is_mounted else ""

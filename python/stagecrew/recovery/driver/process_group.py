@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-import psutil
+from stagecrew.operating_system import find_process
 
 __all__ = ["ProcessGroup"]
 
@@ -20,7 +20,7 @@ class ProcessGroup:
     def __init__(self, pid: int) -> None:
         """Identifies the group that the process with this id leads. Call this before anything waits for the process."""
         self._pid = pid
-        self._leader = psutil.Process(pid)
+        self._leader = find_process(pid)
 
     def signal(self, number: int) -> None:
         """Sends a signal to all processes of the group, even after its leader has exited."""
@@ -31,8 +31,6 @@ class ProcessGroup:
             os.killpg(self._pid, number)
 
     def _is_reused(self) -> bool:
-        """Returns whether another process now has the id. psutil compares start times too."""
-        try:
-            return bool(psutil.Process(self._pid) != self._leader)
-        except psutil.NoSuchProcess:
-            return False
+        """Returns whether another process now has the id."""
+        process = find_process(self._pid)
+        return process is not None and bool(process != self._leader)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from stagecrew.errors import ConfigurationError, SessionLost, StoreError, StoreUnavailable, StoreUnsupported
-from stagecrew.mounts import MOUNTS, filesystem, shared
+from stagecrew.mounts import filesystem, shared
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Entry, Operation, Replace, checked_key
 from stagecrew.recovery.stores.sqlite.database import Database, Transaction, TranslatedErrors
 from stagecrew.recovery.stores.sqlite.session_files import SessionFile, is_alive, reap
@@ -53,11 +53,10 @@ class SQLiteStore:
 
     timeout = None
 
-    def __init__(self, path: str | os.PathLike[str], *, call_timeout: float = 10.0, mounts: str = MOUNTS) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, call_timeout: float = 10.0) -> None:
         """Opens a session, and creates the database if it does not exist. Its folder must exist.
 
-        `call_timeout` is how many seconds a call waits for other transactions. `mounts` is the system's list of mount
-        points.
+        `call_timeout` is how many seconds a call waits for other transactions.
         """
         self._path = os.path.realpath(path)
         self._folder = f"{self._path}.sessions"
@@ -66,7 +65,7 @@ class SQLiteStore:
         self._lock = threading.Lock()
         #: Why the session has ended; None while it is alive.
         self._ended: str | None = None
-        kind = filesystem(os.path.dirname(self._path), mounts)  # noqa: PTH120
+        kind = filesystem(os.path.dirname(self._path))  # noqa: PTH120
         if shared(kind):
             raise StoreUnsupported(
                 f"{self._path} is on {kind}, where the locks and the shared memory of SQLite do not work: use a local "
