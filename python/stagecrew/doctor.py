@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,12 +21,14 @@ from typing import Any, Final, Literal
 from rich.console import Console
 from rich.text import Text
 
+from stagecrew import operating_system
 from stagecrew._version import __version__
 from stagecrew.errors import ConfigurationError, StagecrewError
 from stagecrew.jar import installed_jars, jar_path
 from stagecrew.observability.console import redirect_stderr, spark_error_line
 from stagecrew.observability.error_summary import error_text
 from stagecrew.spark_version import SPARK_LINES, line_of, supported
+from stagecrew.worker.graceful_shutdown import SECONDS
 
 __all__ = ["Check", "examine", "java", "require_java", "show"]
 
@@ -58,6 +61,7 @@ def examine(master: str | None) -> list[Check]:
     If `master` is None, Spark is not started.
     """
     checks = [
+        _run_check("System", system),
         _run_check("Java", java),
         _run_check("PySpark", pyspark_version),
         _run_check("Jar", jar),
@@ -69,7 +73,7 @@ def examine(master: str | None) -> list[Check]:
         checks.append(_run_check("State", lambda: state_storage(state)))
     if master is None:
         return [*checks, Check("Spark", "skipped", "not started", "run `stagecrew doctor` without --no-spark")]
-    broken = [check.name for check in checks[:3] if check.status == "failed"]
+    broken = [check.name for check in checks[:4] if check.status == "failed"]
     if broken:
         return [*checks, Check("Spark", "skipped", "not started", f"first fix: {', '.join(broken)}")]
     return [*checks, *spark(master)]
@@ -83,11 +87,12 @@ def _run_check(name: str, check: Callable[[], Check]) -> Check:
 
 
 def show(console: Console, checks: list[Check]) -> None:
-    """Prints a line for each check, and its remedy below it. Lines are not wrapped, so that paths can be copied."""
+    """Prints the result of each check, and its remedy below it. Lines are not wrapped, so that paths can be copied."""
     styles = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}
     for check in checks:
         style = styles[check.status]
-        line = Text.assemble((f"{check.status:<8} ", style), f"{check.name:<8} {check.found}")
+        found = check.found.replace("\n", f"\n{'':<18}")
+        line = Text.assemble((f"{check.status:<8} ", style), f"{check.name:<8} {found}")
         console.print(line, soft_wrap=True)
         if check.remedy:
             console.print(Text(f"{'':<18}-> {check.remedy}", style), soft_wrap=True)
@@ -99,6 +104,46 @@ def show(console: Console, checks: list[Check]) -> None:
         console.print(
             Text(f"stagecrew {__version__} can run here{f', with {warned} warning(s)' if warned else ''}.", "green")
         )
+
+
+def system() -> Check:
+    """Names the features that are lost on this operating system."""
+    is_linux = platform.system() == "Linux"
+    found = f"{platform.system()} {platform.release()} ({platform.machine()})"
+    if not is_linux:
+        found += ", on which stagecrew was not run"
+    lost = [f"- {sentence}" for sentence in _lost_features()]
+    if is_linux and not lost:
+        return Check("System", "ok", found)
+    remedy = "mount /proc" if is_linux else "use this machine for development only"
+    return Check("System", "warning", "\n".join([found, *lost]), remedy)
+
+
+def _lost_features() -> Iterator[str]:
+    """Yields a sentence for each feature that stagecrew cannot offer, because the operating system lacks something."""
+    pid = os.getpid()
+    if operating_system.takes_signal(pid, signal.SIGTERM) is None or operating_system.start_time(pid) is None:
+        yield (
+            "the signals that a process handles cannot be read, so a worker that Spark terminates is killed "
+            "immediately: its listeners may not close, and the report then counts it as lost"
+        )
+    elif operating_system.max_pid() is None:
+        yield (
+            f"the limit of process ids cannot be read, so a worker that Spark terminates gets {SECONDS:g} s to close "
+            "its listeners, even if their timeouts are longer"
+        )
+    if operating_system.mount_points() is None:
+        yield (
+            "the mount table cannot be read, so a SQLite store on a network file system is not refused, and a Parquet "
+            "sink does not recognize a bind mount"
+        )
+    if not operating_system.knows_peer_user():
+        yield (
+            "the user at the other end of a Unix domain socket is unknown, so Python processes recognize their "
+            "executor only by the token"
+        )
+    if not operating_system.fsync_reaches_disk():
+        yield "fsync does not flush the disk's own cache, so a commit, a job or a state can be lost if the power fails"
 
 
 def java() -> Check:

@@ -176,7 +176,7 @@ def test_doctor_without_spark_prints_json(jar, tmp_path, monkeypatch):
     report = json.loads(result.stdout)
     assert (result.exit_code, report["ok"]) == (0, True), report
     assert [(check["name"], check["status"]) for check in report["checks"]] == [
-        ("Java", "ok"), ("PySpark", "ok"), ("Jar", "ok"), ("pandas", "ok"), ("Spark", "skipped"),
+        ("System", "ok"), ("Java", "ok"), ("PySpark", "ok"), ("Jar", "ok"), ("pandas", "ok"), ("Spark", "skipped"),
     ]  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def test_a_failed_check_of_doctor_shows_a_remedy(jar, tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert "openjdk-17" in result.stdout
     assert "first fix: Java" in result.stdout
-    assert "1 of 5 checks failed" in result.stdout
+    assert "1 of 6 checks failed" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_doctor_refuses_other_versions_of_pyspark_and_pandas(monkeypatch):
     assert doctor.pandas_version().status == "warning"
 
 
-@pytest.mark.parametrize(("package", "index"), [("pyspark", 1), ("pandas", 3)])
+@pytest.mark.parametrize(("package", "index"), [("pyspark", 2), ("pandas", 4)])
 def test_a_package_that_cannot_be_imported_is_a_failed_check(jar, tmp_path, monkeypatch, package, index):
     """The check shows the exception and a remedy, and doctor continues with the other checks."""
     monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "jdk", 'openjdk version "21.0.4" 2024-07-16')))
@@ -255,14 +255,14 @@ def test_a_package_that_cannot_be_imported_is_a_failed_check(jar, tmp_path, monk
     assert checks[index].status == "failed"
     assert "ValueError: numpy.dtype size changed" in checks[index].found
     assert "pip install" in checks[index].remedy
-    assert len(checks) == 5
+    assert len(checks) == 6
 
 
 def test_doctor_never_raises(monkeypatch):
     """A check of `doctor` that raises is reported as a failed check."""
     monkeypatch.setattr(doctor, "java", lambda: 1 / 0)
-    assert doctor.examine(None)[0].status == "failed"
-    assert "ZeroDivisionError" in doctor.examine(None)[0].found
+    assert doctor.examine(None)[1].status == "failed"
+    assert "ZeroDivisionError" in doctor.examine(None)[1].found
 
 
 def test_sigterm_ends_the_demo_with_143(tmp_path, monkeypatch):
