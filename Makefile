@@ -104,6 +104,8 @@ $(STAMPS)/hdfs: $(JAR) build.sbt project/build.properties
 test-spark: setup $(STAMPS)/classes $(STAMPS)/hdfs ## run the tests with real Spark
 	@rm -rf build/spark-home/*/work  # local-cluster leaves the folders of its executors here
 	$(BIN)/pytest -q tests -m "not long and not wheel" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q tests/spark/test_hidden_proc.py tests/spark/test_smoke.py tests/spark/test_lifecycle.py \
+	  -m "contract and not long" -k "not standalone" --hide-proc
 
 test: setup ## run every test except the long seeded runs: under 20 minutes
 	$(MAKE) -j 2 --output-sync=target check-and-docs test-jvm $(STAMPS)/classes
@@ -121,9 +123,10 @@ test-matrix: wheel $(OTHER_SPARKS:%=$(STAMPS)/classes-%) $(STAMPS)/hdfs ## test 
 	    --no-loadscope-reorder $(if $(FULL),-m "not long and not wheel",-m contract -k "not standalone") || exit 1; \
 	done
 
-test-long: setup $(STAMPS)/classes $(STAMPS)/hdfs ## run the long seeded runs, the longest file first, and the third master
+test-long: setup $(STAMPS)/classes $(STAMPS)/hdfs ## run the long seeded runs, the longest file first, the third master, and the contract tests without /proc
 	$(BIN)/pytest -q tests -m "long and alone"
 	$(BIN)/pytest -q tests/spark/test_splits.py tests -m "long and not alone" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q tests -m "contract and not long" --hide-proc -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: setup ## run 10,000 uses of operators and 1,000 topologies, and report leaked threads, files and memory
 	cd tests && ../$(BIN)/python soak.py

@@ -24,10 +24,21 @@ hypothesis.settings.register_profile("stagecrew", deadline=None)
 hypothesis.settings.load_profile("stagecrew")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--hide-proc",
+        action="store_true",
+        help="hide /proc and SO_PEERCRED from stagecrew's modules, in the tests and in all Python processes of Spark",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Ignores the warnings about sockets that old versions of PySpark do not close."""
+    """Hides /proc if requested. Ignores the warnings about sockets that old versions of PySpark do not close."""
+    from support.hidden_proc import hide_proc
     from support.spark_versions import LEAKS_SOCKETS
 
+    if config.getoption("hide_proc"):
+        hide_proc()
     if LEAKS_SOCKETS:
         config.addinivalue_line("filterwarnings", "ignore:unclosed <socket.socket:ResourceWarning")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import stagecrew
+from support.hidden_proc import python_path
 from support.spark_versions import LEAKS_SOCKETS
 
 __all__ = ["run_stagecrew"]
@@ -29,8 +30,7 @@ def run_stagecrew(
     """
     start = f"import sys; sys.path.insert(0, {_ROOT!r}); from stagecrew.cli import main; main(prog_name='stagecrew')"
     inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYSPARK_PYTHON")}
-    if installed:
-        inherited["PYTHONPATH"] = _ROOT
+    inherited["PYTHONPATH"] = python_path(*([_ROOT] if installed else []))
     return subprocess.run(
         [sys.executable, *_WARNINGS, "-c", start, *arguments],
         cwd=cwd, timeout=timeout, env={**inherited, **environment}, capture_output=True, text=True, check=False,

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from support.hidden_proc import python_path
 from support.processes import free_port, terminate
 from support.sessions import QUICK_JVM_OPTIONS
 from support.spark_home import spark_home
@@ -105,7 +106,7 @@ def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterat
     (node / "of_the_node.py").write_text("NAME = 'here'\n")
 
     def start(name: str, *arguments: str) -> None:
-        running.append(start_spark_process(folder, name, *arguments, PYTHONPATH=str(node)))
+        running.append(start_spark_process(folder, name, *arguments, PYTHONPATH=python_path(str(node))))
 
     port = free_port()
     url = f"spark://127.0.0.1:{port}"
