@@ -84,7 +84,7 @@ smoke: setup ## run the unit tests, and one local session from its start to its 
 test-unit: setup ## run the tests that need no Spark
 	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
 
-test-jvm: setup $(STAMPS)/hdfs ## run the tests of the shim
+test-jvm: setup $(STAMPS)/hadoop ## run the tests of the shim
 	build/sbt shim/test
 
 $(STAMPS)/classes: $(STAMPS)/venv tests/archive_classes.py tests/compile_zip.py
@@ -97,15 +97,15 @@ $(STAMPS)/classes-%: $(STAMPS)/spark-% tests/archive_classes.py tests/compile_zi
 	build/spark-$*/bin/python tests/archive_classes.py
 	@touch $@
 
-$(STAMPS)/hdfs: $(JAR) build.sbt project/build.properties
-	build/sbt shim/hdfsJar
+$(STAMPS)/hadoop: $(JAR) build.sbt project/build.properties
+	build/sbt shim/hadoopJars
 	@touch $@
 
-test-spark: setup $(STAMPS)/classes $(STAMPS)/hdfs ## run the tests with real Spark
+test-spark: setup $(STAMPS)/classes $(STAMPS)/hadoop ## run the tests with real Spark
 	@rm -rf build/spark-home/*/work  # local-cluster leaves the folders of its executors here
 	$(BIN)/pytest -q tests -m "not long and not wheel" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/pytest -q tests/spark/test_hidden_proc.py tests/spark/test_smoke.py tests/spark/test_lifecycle.py \
-	  -m "contract and not long" -k "not standalone" --hide-proc
+	$(BIN)/pytest -q tests/spark/test_hidden_proc.py tests/spark/test_smoke.py -m "contract and not long" \
+	  -k "not standalone" --hide-proc
 
 test: setup ## run every test except the long seeded runs: under 20 minutes
 	$(MAKE) -j 2 --output-sync=target check-and-docs test-jvm $(STAMPS)/classes
@@ -116,14 +116,14 @@ check-and-docs: setup
 	$(MAKE) check
 	$(MAKE) docs
 
-test-matrix: wheel $(OTHER_SPARKS:%=$(STAMPS)/classes-%) $(STAMPS)/hdfs ## test the wheel with each Spark, and run the contract tests with each other Spark: under 15 minutes; FULL=1 runs all tests
+test-matrix: wheel $(OTHER_SPARKS:%=$(STAMPS)/classes-%) $(STAMPS)/hadoop ## test the wheel with each Spark, and run the contract tests with each other Spark: under 15 minutes; FULL=1 runs all tests
 	$(BIN)/pytest -q tests/packaging -m wheel -n 2 --dist loadfile
 	for spark in $(OTHER_SPARKS); do \
 	  echo "Spark $$spark" && build/spark-$$spark/bin/python -m pytest -q tests -n 2 --dist loadfile \
 	    --no-loadscope-reorder $(if $(FULL),-m "not long and not wheel",-m contract -k "not standalone") || exit 1; \
 	done
 
-test-long: setup $(STAMPS)/classes $(STAMPS)/hdfs ## run the long seeded runs, the longest file first, the third master, and the contract tests without /proc
+test-long: setup $(STAMPS)/classes $(STAMPS)/hadoop ## run the long seeded runs, the longest file first, the third master, and the contract tests without /proc
 	$(BIN)/pytest -q tests -m "long and alone"
 	$(BIN)/pytest -q tests/spark/test_splits.py tests -m "long and not alone" -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/pytest -q tests -m "contract and not long" --hide-proc -n 2 --dist loadfile --no-loadscope-reorder
@@ -153,5 +153,5 @@ compat: setup ## run PySpark's own tests from SPARK_SOURCE, with and without the
 	$(BIN)/python tests/compat/run.py $(SPARK_SOURCE)
 
 clean: ## delete everything that was built
-	rm -rf $(STAMPS) build/peers build/spark-[0-9]* build/spark-home build/hdfs.jar site dist \
+	rm -rf $(STAMPS) build/peers build/spark-[0-9]* build/spark-home build/hadoop site dist \
 	  jvm-shim/target target python/stagecrew/jars

@@ -26,9 +26,9 @@ val stagecrewJar: File = {
     .getOrElse(sys.error(s"there is no jar for Spark $line; `make jar` builds it"))
 }
 
-// An HDFS for the tests of sinks, in the version of PySpark's Hadoop client, because both run together.
-val Hdfs = config("hdfs").hide
-val hdfsJar = taskKey[File]("The jar of Hadoop's mini cluster, in build/hdfs.jar.")
+// HDFS and YARN for the tests, in the version of PySpark's Hadoop client, because both run together.
+val Hadoop = config("hadoop").hide
+val hadoopJars = taskKey[File]("The folder build/hadoop with the jars of Hadoop's mini clusters.")
 val hadoopVersion: String = {
   val Client = """hadoop-client-api-(.+)\.jar""".r
   pysparkJars.map(_.getName).collectFirst { case Client(version) => version }
@@ -46,12 +46,16 @@ lazy val shim = (project in file("jvm-shim"))
     Compile / resources := Nil,
     Test / unmanagedJars := (stagecrewJar +: pysparkJars).classpath,
     libraryDependencies += "org.scalatest" %% "scalatest" % "3.2.19" % Test,
-    ivyConfigurations += Hdfs,
-    libraryDependencies += ("org.apache.hadoop" % "hadoop-client-minicluster" % hadoopVersion % Hdfs).intransitive(),
-    hdfsJar := {
-      val target = (ThisBuild / baseDirectory).value / "build" / "hdfs.jar"
-      update.value.select(configurationFilter(Hdfs.name)).filter(_.length != target.length)
-        .foreach(IO.copyFile(_, target))
+    ivyConfigurations += Hadoop,
+    libraryDependencies ++= Seq(
+      ("org.apache.hadoop" % "hadoop-client-minicluster" % hadoopVersion % Hadoop).intransitive(),
+      // The mini cluster of YARN uses these, and does not declare them.
+      "org.junit.jupiter" % "junit-jupiter-api" % "5.10.2" % Hadoop,
+      "org.bouncycastle" % "bcpkix-jdk18on" % "1.78.1" % Hadoop),
+    hadoopJars := {
+      val target = (ThisBuild / baseDirectory).value / "build" / "hadoop"
+      for (jar <- update.value.select(configurationFilter(Hadoop.name)))
+        if (jar.length != (target / jar.getName).length) IO.copyFile(jar, target / jar.getName)
       target
     },
     dependencyOverrides += "org.scala-lang" % "scala-library" % pysparkScalaVersion,

@@ -16,9 +16,10 @@ import pyspark
 from support.processes import terminate
 from support.waiting import eventually
 
-__all__ = ["hdfs"]
+__all__ = ["HADOOP", "hdfs"]
 
-JAR = Path(__file__).parents[2] / "build" / "hdfs.jar"
+#: The jars of Hadoop's mini clusters.
+HADOOP = Path(__file__).parents[2] / "build" / "hadoop"
 
 
 @contextlib.contextmanager
@@ -26,9 +27,9 @@ def hdfs(folder: Path) -> Iterator[pyarrow.fs.FileSystem]:
     """Starts HDFS, and yields an Arrow file system that uses WebHDFS, because Arrow lacks the native HDFS library."""
     from fsspec.implementations.webhdfs import WebHDFS
 
-    assert JAR.exists(), "Hadoop's mini cluster is missing: run `build/sbt shim/hdfsJar`"
+    assert HADOOP.is_dir(), "Hadoop's mini cluster is missing: run `build/sbt shim/hadoopJars`"
     details, settings = folder / "details.json", folder / "settings.xml"
-    classpath = f"{JAR}:{Path(pyspark.__file__).parent}/jars/*"
+    classpath = f"{HADOOP}/*:{Path(pyspark.__file__).parent}/jars/*"
     options = ["-Xmx300m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
     command = ["java", *options, "-cp", classpath, "org.apache.hadoop.test.MiniDFSClusterManager", "-format",
                "-writeConfig", str(settings), "-writeDetails", str(details), "-D", f"hdfs.minidfs.basedir={folder}/data",
