@@ -133,7 +133,10 @@ def spark_conf(
 
 
 def joined(*lists: str) -> str:
-    """Joins comma-separated lists, in order and without repeats. Two spellings of one path are one entry."""
+    """Joins comma-separated lists, in order and without repeats.
+
+    Two spellings of one path are one entry, and so are two copies of this package's jar.
+    """
     found: dict[str, str] = {}
     for one in ",".join(lists).split(","):
         if entry := one.strip():
@@ -142,8 +145,15 @@ def joined(*lists: str) -> str:
 
 
 def _same_file(entry: str) -> str:
-    # spark-submit turns `b.jar` into `file:///a/b.jar`; a class name stays unchanged.
+    # spark-submit turns `b.jar` into `file:///a/b.jar`; a class name stays unchanged. `local:` is a path in an image.
     url = urlsplit(entry)
-    if url.scheme == "file" and not url.netloc:
-        return os.path.realpath(unquote(url.path))
-    return os.path.realpath(entry) if not url.scheme and ("/" in entry or entry.endswith(".jar")) else entry
+    if url.scheme in ("file", "local") and not url.netloc:
+        path = os.path.realpath(unquote(url.path))
+    elif not url.scheme and ("/" in entry or entry.endswith(".jar")):
+        path = os.path.realpath(entry)
+    else:
+        return entry
+    # In a pod, spark-submit copies the jar into the working directory. Spark refuses two jars with one name. The name
+    # contains both versions, so copies have the same content.
+    name = os.path.basename(path)
+    return name if name.startswith("stagecrew-spark-") else path

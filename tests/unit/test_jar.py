@@ -11,6 +11,7 @@ import pytest
 
 import stagecrew
 from stagecrew.errors import ConfigurationError
+from stagecrew.jar import joined
 from stagecrew.spark_version import SPARK_LINES, installed_spark
 
 PACKAGE = Path(stagecrew.__file__).parent
@@ -117,3 +118,19 @@ def test_a_package_in_the_jar_is_its_own_jar(tmp_path: Path) -> None:
     script = f"import sys; sys.path.insert(0, {str(path)!r}); import stagecrew; print(stagecrew.jar_path())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == f"{path}\n"
+
+
+@pytest.mark.parametrize("form", ["{link}", "file://{link}", "local://{link}", "{copy}", "file:{copy}"])
+def test_the_jar_is_added_once(jars: dict[str, str], tmp_path: Path, form: str) -> None:
+    """A path in an image, a link and a copy in another folder are the same jar. Spark refuses two jars with one name."""
+    link, copy = tmp_path / "stagecrew.jar", tmp_path / "copies" / Path(jars["4.2"]).name
+    link.symlink_to(jars["4.2"])
+    copy.parent.mkdir()
+    copy.touch()
+    entry = form.format(link=link, copy=copy)
+    assert stagecrew.spark_conf(jars=f"a.jar,{entry}")["spark.jars"] == f"a.jar,{entry}"
+
+
+def test_jars_of_users_with_the_same_name_are_kept(tmp_path: Path) -> None:
+    """Only copies of the stagecrew jar are one entry."""
+    assert joined("x/a.jar", "y/a.jar", "local:///opt/a.jar") == "x/a.jar,y/a.jar,local:///opt/a.jar"
