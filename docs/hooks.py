@@ -10,7 +10,14 @@ sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
 
 from measurements import Figure
 
-LANGUAGES = {".py": "python", ".conf": "properties", ".properties": "properties", ".service": "ini"}
+LANGUAGES = {
+    ".py": "python",
+    ".conf": "properties",
+    ".properties": "properties",
+    ".service": "ini",
+    ".yaml": "yaml",
+    "Dockerfile": "dockerfile",
+}
 
 
 def on_page_markdown(markdown, page, config, files):
@@ -27,7 +34,7 @@ def on_page_markdown(markdown, page, config, files):
         elif line.startswith("<!-- file: "):
             path = ROOT / line.removeprefix("<!-- file: ").removesuffix(" -->")
             lines += [
-                f'```{LANGUAGES[path.suffix]} title="{path.relative_to(ROOT)}"',
+                f'```{LANGUAGES[path.suffix or path.name]} title="{path.relative_to(ROOT)}"',
                 path.read_text(encoding="utf-8").rstrip(),
                 "```",
             ]

@@ -155,5 +155,5 @@ def _same_file(entry: str) -> str:
         return entry
     # In a pod, spark-submit copies the jar into the working directory. Spark refuses two jars with one name. The name
     # contains both versions, so copies have the same content.
-    name = os.path.basename(path)
+    name = Path(path).name
     return name if name.startswith("stagecrew-spark-") else path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import stagecrew
 from support.journal import Journal
 
 TESTS = str(Path(__file__).parent.parent)
+PAGE = Path(__file__).parents[2] / "docs/clusters/local-and-standalone.md"
 
 QUIET = ["spark.ui.enabled=false", "spark.driver.host=127.0.0.1", "spark.driver.bindAddress=127.0.0.1"]
 CONF = [word for setting in QUIET for word in ("--conf", setting)]
@@ -110,3 +112,24 @@ def test_consecutive_sessions_in_one_process_keep_their_jars(tmp_path, journal):
         assert session["plugins"] == ["stagecrew.StagecrewPlugin"]
         assert 600 < session["memory"] <= 700  # a setting that needs a new JVM is still in effect
     assert len(journal.read(event="open")) == len(journal.read(event="close")) == 3
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("master", ["spark://127.0.0.1:7077", "local[1]"])
+def test_spark_refuses_cluster_mode_as_the_page_says(tmp_path, master):
+    """On a standalone cluster and with a local master, Spark refuses cluster mode. The page quotes its message."""
+    (tmp_path / "app.py").touch()
+    submit = [str(Path(pyspark.__file__).parent / "bin" / "spark-submit"), "--master", master]
+    environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"}
+    done = subprocess.run(
+        [*submit, "--deploy-mode", "cluster", str(tmp_path / "app.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode != 0
+    message = re.search(r"SparkException: (.*)", done.stderr)[1]
+    assert f"```console\n{message}\n```" in PAGE.read_text(encoding="utf-8")

@@ -4,6 +4,7 @@
   `hidden_proc` (with `hide_proc`: runs tests as on a system without /proc).
 * Real Spark: `spark_home`, `sessions`, `clusters`, `driver_scripts` (with `script_prelude`), `jvm_listeners`,
   `spark_storage`, `shuffle_datasets`, `coordination`, `event_logs`, `web_pages`, `docs_blocks`.
+* Kubernetes, simulated: `kubernetes`.
 * Servers: `zookeeper`, `postgres`, `s3`, `hdfs`; network faults: `tcp_proxy`, `network_namespaces`.
 * Commits and sinks: `commit_trials` (fault injection), `commit_schedules`, `commits`, `local_sinks`, `server_trials`,
   `sink_targets` (with Spark).

@@ -123,7 +123,7 @@ def test_relative_links_in_project_files_exist(page):
 
 def test_no_machine_paths():
     """No page, sample or example contains a path of the machine on which it was written."""
-    for path in [*PAGES, *(DOCS / "examples").iterdir(), *(ROOT / "conf").iterdir(), ROOT / "mkdocs.yml"]:
+    for path in [*PAGES, *(DOCS / "examples").iterdir(), *(ROOT / "conf").rglob("*"), ROOT / "mkdocs.yml"]:
         if path.is_file():
             assert not re.search(r"/(?:home|root|work|tmp|Users)/", path.read_text(encoding="utf-8")), path
 
