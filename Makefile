@@ -1,9 +1,9 @@
 # make setup | check | smoke | test | test-long | bench | charts | demo | docs | compat   (setup installs their requirements)
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTHON ?= $(or $(shell command -v $(BIN)/python),python3)
 STAMPS := build/.stamps
 INSTALL := $(BIN)/uv pip install --quiet
 JAR_SOURCES := build/jar.py LICENSE NOTICE $(shell find jvm-shim/src/main python/stagecrew \
@@ -13,21 +13,24 @@ JAR := $(STAMPS)/jar
 SPARK := 4.3.0
 OTHER_SPARKS := 4.2.1 4.1.4 4.0.5
 unexport PYSPARK_PYTHON
+ifdef JAVA_HOME  # sbt and the tests use the JDK that is on the PATH
+export PATH := $(JAVA_HOME)/bin:$(PATH)
+endif
 
 .PHONY: help setup lock jar jars wheel check format smoke test test-unit test-jvm test-spark test-matrix test-long soak docs bench \
-  charts demo compat clean
+  charts demo compat clean requirements
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
+# Names everything that this machine lacks for the targets of this command, before anything else is done.
+requirements:
+	@$(PYTHON) bootstrap --check --for $(MAKECMDGOALS) >/dev/null
+
 setup: $(STAMPS)/installed ## create the environment in .venv, build the jar, install the package
 
-$(STAMPS)/venv: build/requirements.txt
+$(STAMPS)/venv: build/requirements.txt | requirements
 	@mkdir -p $(STAMPS)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "stagecrew needs Python >= 3.11: make PYTHON=python3.11"; exit 1; }
-	@command -v java >/dev/null || { \
-	  echo "Spark needs a JDK 17 or newer (Debian: apt-get install openjdk-17-jdk-headless)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $$(grep '^uv==' build/requirements.txt)
 	$(INSTALL) --python $(BIN)/python -r build/requirements.txt pyspark==$(SPARK)

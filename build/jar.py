@@ -4,7 +4,7 @@ FOLDER is an installed PySpark, or a SPARK_HOME; the default is the one that thi
 The build needs only a JDK, because Spark's jars contain the Scala compiler. The same sources give the same bytes.
 """
 
-from __future__ import annotations
+# `bootstrap` imports this file, also with old versions of Python. So importing it needs only the syntax of Python 3.6.
 
 import hashlib
 import os
@@ -69,23 +69,43 @@ def spark_line(jars: Path) -> str:
     return line
 
 
-def jdk() -> tuple[str, str]:
-    """Returns the commands `java` and `javac` of a JDK that can compile the jar."""
+def find_jdk() -> "tuple[str, str]":
+    """Returns the commands `java` and `javac` of a JDK that is new enough. LookupError names the problem."""
     home = os.environ.get("JAVA_HOME")
     commands = [str(Path(home, "bin", name)) if home else shutil.which(name) for name in ("java", "javac")]
-    wanted = f"building stagecrew's jar needs a JDK {OLDEST_JAVA} or newer (Debian: openjdk-17-jdk-headless)"
     if None in commands or not all(Path(str(command)).exists() for command in commands):
-        where = f"JAVA_HOME={home} has no" if home else "there is no"
-        raise CannotBuildError(f"{wanted}, and {where} java and javac")
+        where = f"JAVA_HOME={home} has no" if home else "the PATH has no"
+        raise LookupError(f"{where} java and javac")
     java, javac = map(str, commands)
-    printed = subprocess.run([javac, "-version"], capture_output=True, text=True, check=False)
-    found = re.search(r"javac (\d+)", printed.stdout + printed.stderr)
-    if found is None or int(found[1]) < OLDEST_JAVA:
-        raise CannotBuildError(f"{wanted}, and {javac} is {(printed.stdout + printed.stderr).strip() or 'broken'}")
+    for command in (java, javac):
+        version = java_version(command)
+        number = re.match(r"(?:1\.)?(\d+)", version)
+        if number is None or int(number[1]) < OLDEST_JAVA:
+            raise LookupError(f"{command} is version {version}" if version else f"`{command} -version` fails")
     return java, javac
 
 
-def sources(line: str) -> list[Path]:
+def java_version(command: str) -> str:
+    """Returns the version of this `java` or `javac`, or "" if it is broken."""
+    release = Path(command).resolve().parents[1] / "release"
+    if release.is_file():  # to start a JVM can take a second
+        found = re.search('JAVA_VERSION="(.+)"', release.read_text())
+    else:
+        printed = subprocess.run([command, "-version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        found = re.search(r'(?:javac |version ")([\w.]+)', printed.stdout.decode(errors="replace"))
+    return found[1] if found else ""
+
+
+def jdk() -> "tuple[str, str]":
+    """Returns the commands `java` and `javac` of a JDK that can compile the jar."""
+    try:
+        return find_jdk()
+    except LookupError as error:
+        wanted = f"building stagecrew's jar needs a JDK {OLDEST_JAVA} or newer (Debian: default-jdk-headless)"
+        raise CannotBuildError(f"{wanted}, and {error}") from None
+
+
+def sources(line: str) -> "list[Path]":
     """Returns the sources of the jar for this version of Spark."""
     folders = (MAIN / "scala", MAIN / f"scala-{line}", MAIN / "java")
     return sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".scala", ".java"))

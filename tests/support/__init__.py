@@ -1,7 +1,8 @@
 """Helpers that several test modules share. The folder `tests` is on `sys.path`, so `from support.cli import ...` works.
 
 * Any test: `waiting`, `processes`, `journal` (processes record events in a file), `cli` (the `stagecrew` command),
-  `hidden_proc` (with `hide_proc`: runs tests as on a system without /proc).
+  `hidden_proc` (with `hide_proc`: runs tests as on a system without /proc), `requirements` (the script `bootstrap`),
+  `build_scripts` (the scripts in `build`).
 * Real Spark: `spark_home`, `sessions`, `clusters`, `driver_scripts` (with `script_prelude`), `jvm_listeners`,
   `spark_storage`, `shuffle_datasets`, `coordination`, `event_logs`, `web_pages`, `docs_blocks`.
 * Kubernetes, simulated: `kubernetes`.

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psycopg
 
+from support.requirements import bootstrap
+
 __all__ = ["Server", "postgresql"]
 
 DEADLINE = 60.0
@@ -34,15 +36,6 @@ class Server:
     folder: Path
 
 
-def _programs() -> Path:
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
-    if found:
-        return found[-1].parent
-    on_path = shutil.which("initdb")
-    assert on_path, "PostgreSQL's server is not installed: apt-get install postgresql"
-    return Path(on_path).resolve().parent
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -52,7 +45,7 @@ def _free_port() -> int:
 @contextlib.contextmanager
 def postgresql() -> Iterator[Server]:
     """Runs a server with a user `crew` who has a random password. Stops the server and deletes its data at the end."""
-    programs = _programs()
+    programs = Path(bootstrap.initdb()).parent
     # PostgreSQL refuses to run as root. Its package has created a user `postgres`.
     as_user = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.geteuid() == 0 else {}
     folder = Path(tempfile.mkdtemp(prefix="stagecrew-postgresql-"))

@@ -10,6 +10,8 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, Playwright
 
+from support.requirements import bootstrap
+
 __all__ = ["THEMES", "checked_page", "fetch_json", "launch_browser", "set_theme", "table_rows"]
 
 THEMES = ("light", "dark")
@@ -25,8 +27,8 @@ ARGUMENTS = [
 
 
 def launch_browser(playwright: Playwright) -> Browser:
-    """Starts Debian's Chromium."""
-    return playwright.chromium.launch(executable_path="/usr/bin/chromium", args=ARGUMENTS)
+    """Starts the installed Chromium."""
+    return playwright.chromium.launch(executable_path=bootstrap.chromium(), args=ARGUMENTS)
 
 
 @contextlib.contextmanager

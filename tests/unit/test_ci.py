@@ -1,4 +1,7 @@
-"""`.ci/run` builds and tests in a folder named `stagecrew`, whatever the checkout's folder is called."""
+"""`.ci/run` installs the missing programs, then builds and tests in a folder named `stagecrew`.
+
+The checkout's own folder may have any name.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,25 @@ exit $MAKE_STATUS
 """
 
 
-def run_script(folder: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs the script in a small checkout in this folder, with fake `make` and `apt-get`."""
+#: Replaces `bootstrap`: prints its arguments, then exits with the given status.
+BOOTSTRAP = """#!/bin/sh
+echo "bootstrap $*"
+exit $BOOTSTRAP_STATUS
+"""
+
+
+def run_script(folder: Path, status: int = 0, bootstrap_status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs the script in a small checkout in this folder, with fake `make` and `bootstrap`."""
     programs, temporary = folder.parent / "programs", folder.parent / "temporary"
     for created in (folder / ".ci", programs, temporary):
         created.mkdir(parents=True)
-    (folder / ".ci" / "run").write_text(SCRIPT.read_text())
-    (folder / ".ci" / "run").chmod(0o755)
+    for path, text in {
+        folder / ".ci" / "run": SCRIPT.read_text(),
+        folder / "bootstrap": BOOTSTRAP,
+        programs / "make": MAKE,
+    }.items():
+        path.write_text(text)
+        path.chmod(0o755)
     (folder / "tracked file.txt").write_text("as committed\n")
     (folder / "deleted.txt").touch()
     for command in (["init", "-q"], ["add", "."]):
@@ -36,14 +51,12 @@ def run_script(folder: Path, status: int = 0) -> subprocess.CompletedProcess[str
     (folder / "deleted.txt").unlink()
     (folder / "tracked file.txt").write_text("as edited\n")
     (folder / "untracked.txt").touch()
-    for name, text in {"make": MAKE, "apt-get": "#!/bin/sh\n"}.items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
     environment = os.environ | {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "TMPDIR": str(temporary),
         "CI": "true",
         "MAKE_STATUS": str(status),
+        "BOOTSTRAP_STATUS": str(bootstrap_status),
     }
     return subprocess.run(
         [folder / ".ci" / "run"], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
@@ -83,3 +96,11 @@ def test_the_script_fails_when_the_tests_fail(tmp_path: Path, name: str) -> None
     assert result.returncode == 2
     assert "3 passed in 0.1s" in result.stdout.splitlines()
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_what_the_tests_need_is_installed_before_them(tmp_path: Path) -> None:
+    """The script first runs `bootstrap` for `make test`. If that fails, the script fails and runs no test."""
+    result = run_script(tmp_path / "first" / "stagecrew")
+    assert result.stdout.startswith(f"bootstrap --for test\nmake test in {tmp_path}")
+    result = run_script(tmp_path / "second" / "stagecrew", bootstrap_status=1)
+    assert (result.returncode, result.stdout) == (1, "bootstrap --for test\n")

@@ -42,13 +42,20 @@ def test_without_spark_the_error_says_what_to_install(
     assert jar_build.installed_spark() == tmp_path / "home"
 
 
-@pytest.mark.parametrize("javac", ["javac 11.0.2", "javac 1.8.0", "no version"])
+@pytest.mark.parametrize(
+    ("javac", "found"),
+    [
+        ("javac 11.0.2", "java is version 11.0.2"),
+        ("javac 1.8.0", "java is version 1.8.0"),
+        ("no", "java -version` fails"),
+    ],
+)
 def test_an_old_jdk_is_refused(
-    jar_build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, javac: str
+    jar_build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, javac: str, found: str
 ) -> None:
     """The error names the JDK that is needed, and the one that was found."""
     monkeypatch.setenv("JAVA_HOME", java_home(tmp_path, javac))
-    with pytest.raises(jar_build.CannotBuildError, match=rf"needs a JDK 17 or newer .*{javac}"):
+    with pytest.raises(jar_build.CannotBuildError, match=rf"needs a JDK 17 or newer .*{found}"):
         jar_build.jdk()
 
 

@@ -1,0 +1,153 @@
+"""On a fresh Debian, `./bootstrap` and then `make demo` are enough.
+
+debootstrap makes a minimal Debian in a folder, and commands run in it with chroot. The Debian has the release of the
+host and uses the package mirror of the host, which apt knows. pip uses the host's pip configuration: its file, and the
+variables that start with PIP_. Proxies and certificates are those of the host too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.waiting import eventually
+
+ROOT = Path(__file__).parents[2]
+CHECKOUT = "/root/stagecrew"
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can use chroot"),
+    pytest.mark.skipif(not shutil.which("apt-get"), reason="the mirror is in the settings of apt"),
+]
+
+#: Runs a command as root of the Debian in the folder $0. The mounts are visible only to the processes of this command,
+#: so they are gone when it ends, even if it is killed. So are the daemons that the installed packages started.
+NAMESPACE = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
+IN_CHROOT = 'mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" && cd "$0" && exec chroot "$0" "$@"'
+
+
+def mirror_lines() -> list[str]:
+    """Returns the lines of sources.list for the host's release, from the host's settings, in whatever format they are.
+
+    The first one is the release itself. Repositories of other projects are left out.
+    """
+    release = platform.freedesktop_os_release()["VERSION_CODENAME"]
+    targets = subprocess.run(
+        ["apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages"],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    suites = (release, f"{release}-updates", f"{release}-security")
+    found = {tuple(line.split()) for line in targets.splitlines()}
+    return [f"deb {uri} {suite} main" for suite in suites for uri, one, part in found if (one, part) == (suite, "main")]
+
+
+def copy_into(root: Path, *paths: str) -> None:
+    """Copies these files and folders of the host, if they exist, to the same place in the Debian."""
+    for path in paths:
+        target = root / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.isdir(path):
+            shutil.copytree(path, target, dirs_exist_ok=True)
+        elif os.path.exists(path):
+            shutil.copy(path, target)
+
+
+def copy_checkout(target: Path) -> None:
+    """Copies the checkout without what git ignores. (In CI the checkout has no git history.)"""
+    patterns = [".git", *(line.strip("/") for line in (ROOT / ".gitignore").read_text().split())]
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        inside = Path(folder).relative_to(ROOT)
+        return {
+            name for name in names for one in patterns
+            if fnmatch.fnmatch(name, one) or fnmatch.fnmatch(str(inside / name), one)
+        }  # fmt: skip
+
+    shutil.copytree(ROOT, target, ignore=ignored)
+
+
+class Debian:
+    """A minimal Debian with Python, in this folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        lines = mirror_lines()
+        _, uri, release, _ = lines[0].split()
+        made = subprocess.run(
+            [*NAMESPACE, "debootstrap", "--variant=minbase", "--include=python3", release, root, uri],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        assert made.returncode == 0, made.stdout[-5000:]
+        (root / "etc/apt/sources.list").write_text("\n".join(lines) + "\n")
+        copy_into(
+            root, "/etc/resolv.conf", "/etc/hosts", "/etc/pip.conf", "/etc/apt/apt.conf.d", "/etc/apt/auth.conf.d",
+            "/usr/local/share/ca-certificates", os.environ.get("PIP_CONFIG_FILE", ""), os.environ.get("PIP_FIND_LINKS", ""),
+        )  # fmt: skip
+        self.environment = {
+            name: value for name, value in os.environ.items()
+            if name.lower().endswith("_proxy") or (name.startswith("PIP_") and name not in ("PIP_CERT", "PIP_CACHE_DIR"))
+        }  # fmt: skip
+        # Debian's package of certificates replaces its file, so the host's own is in another place.
+        certificates = os.environ.get("PIP_CERT", "/etc/ssl/certs/ca-certificates.crt")
+        if os.path.exists(certificates):
+            shutil.copy(certificates, root / "etc/host-certificates.crt")
+            self.environment["PIP_CERT"] = "/etc/host-certificates.crt"
+        copy_checkout(root / CHECKOUT.lstrip("/"))
+
+    def run(self, command: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command line in the checkout, without input."""
+        variables = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"} | self.environment
+        return subprocess.run(
+            [*NAMESPACE, "sh", "-c", IN_CHROOT, self.root, "sh", "-c", f"cd {CHECKOUT} && {command}"],
+            env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def debian() -> Iterator[Debian]:
+    """A fresh Debian. It is deleted at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="stagecrew-debian-"))
+    try:
+        yield Debian(folder / "root")
+    finally:
+        # After a failure the processes in the Debian may be ending.
+        eventually(
+            lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists(), what=f"{folder} is deleted"
+        )
+        assert str(folder) not in Path("/proc/self/mountinfo").read_text()
+
+
+def test_bootstrap_and_make_demo_are_enough(debian: Debian) -> None:
+    """`./bootstrap --check` names everything that is missing, `./bootstrap` installs it, and `make demo` then runs."""
+    check = debian.run("./bootstrap --check")
+    assert check.returncode == 1
+    missing = re.findall(r"^  (.+?), for make .+?: ", check.stderr, re.MULTILINE)
+    assert missing == [
+        "make", "Python 3.11 or newer, with venv and ensurepip", "a JDK 17 or newer (a JRE has no compiler)", "git", "ps",
+        "Maven or sbt", "PostgreSQL's server (initdb)", "Chromium or Google Chrome (not a snap)",
+    ]  # fmt: skip
+    line = check.stderr.splitlines()[-1].strip()
+
+    installed = debian.run("./bootstrap")
+    assert installed.returncode == 0, installed.stdout[-5000:] + installed.stderr[-5000:]
+    assert f"Running: {line}" in installed.stderr
+    assert "Nothing is missing for make demo, make test:" in installed.stdout
+    check = debian.run("./bootstrap --check")
+    assert (check.returncode, check.stderr) == (0, "")
+
+    demo = debian.run("make demo")
+    print(demo.stdout[-20000:], demo.stderr[-20000:])
+    assert demo.returncode == 0
+    assert "Both enrichments returned the same 336,776 rows" in demo.stdout
+    assert (debian.root / CHECKOUT.lstrip("/") / "demo-output" / "flights").is_dir()
