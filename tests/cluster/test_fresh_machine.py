@@ -135,7 +135,7 @@ def test_bootstrap_and_make_demo_are_enough(debian: Debian) -> None:
     missing = re.findall(r"^  (.+?), for make .+?: ", check.stderr, re.MULTILINE)
     assert missing == [
         "make", "Python 3.11 or newer, with venv and ensurepip", "a JDK 17 or newer (a JRE has no compiler)", "git", "ps",
-        "Maven or sbt", "PostgreSQL's server (initdb)", "Chromium or Google Chrome (not a snap)",
+        "Maven or sbt", "PostgreSQL's server (initdb)", "Chromium or Google Chrome (not a snap)", "libatomic",
     ]  # fmt: skip
     line = check.stderr.splitlines()[-1].strip()
 

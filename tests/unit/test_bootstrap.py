@@ -36,6 +36,8 @@ class Machine:
         monkeypatch.setattr(bootstrap, "ROOT", folder)
         monkeypatch.setattr(bootstrap, "POSTGRESQL", (f"{folder}/postgresql/*/bin",))
         monkeypatch.setattr(bootstrap, "OS_RELEASE", self.os_release)
+        monkeypatch.setattr(bootstrap.ctypes, "CDLL", self._load)
+        self.libraries = {"libatomic.so.1"}
         self.set_user(0)
         self.set_java("17.0.9")
 
@@ -58,6 +60,10 @@ class Machine:
     def set_user(self, user: int) -> None:
         self._monkeypatch.setattr(os, "geteuid", lambda: user)
 
+    def _load(self, name: str) -> None:
+        if name not in self.libraries:
+            raise OSError(f"{name}: cannot open shared object file")
+
     def check(self, *arguments: str) -> tuple[int, str]:
         """Returns the exit status of `bootstrap --check`, and its output, which is on stderr if anything is missing."""
         status = bootstrap.main(["--check", *arguments])
@@ -79,6 +85,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 def bare(machine: Machine) -> Machine:
     """A Debian with Python and apt-get only."""
     machine.remove(*PROGRAMS)
+    machine.libraries.clear()
     return machine
 
 
@@ -106,10 +113,11 @@ def test_everything_that_is_missing_is_in_one_message(bare: Machine) -> None:
         "Maven or sbt": "make test",
         "PostgreSQL's server (initdb)": "make test",
         "Chromium or Google Chrome (not a snap)": "make test",
+        "libatomic": "make test",
     }
     assert output.endswith(
         "To install, run this line or `./bootstrap`:\n  apt-get update && apt-get install -y --no-install-recommends "
-        "make default-jdk-headless git procps maven postgresql chromium\n"
+        "make default-jdk-headless git procps maven postgresql chromium libatomic1\n"
     )
 
 
@@ -147,7 +155,7 @@ def test_what_was_found_is_listed(machine: Machine) -> None:
     assert status == 0
     assert f"Maven or sbt: {machine.programs}/mvn" in output
     assert f"a JDK 17 or newer (a JRE has no compiler): {machine.programs}/javac" in output
-    assert len(output.splitlines()) == 9
+    assert len(output.splitlines()) == 10
     assert machine.check("--for", "test-long")[0] == 0
 
 
@@ -191,12 +199,15 @@ def test_a_jdk_without_a_release_file_is_asked_for_its_version(machine: Machine)
 
 
 def test_an_old_python_is_missing(machine: Machine) -> None:
-    """The message names the version that runs the script. Debian has no newer one for an old release."""
+    """The message names the version that runs the script. An old Debian has no newer one, but an old Red Hat has."""
     machine.set_python(3, 9, 2)
     status, output = machine.check("--for", "demo")
     assert status == 1
     assert f"this is Python 3.9.2 at {sys.executable}" in output
     assert output.endswith("Install by hand: Python 3.11 or newer, with venv and ensurepip.\n")
+    machine.remove("apt-get")
+    machine.add("dnf")
+    assert machine.check("--for", "demo")[1].endswith("  dnf install -y python3.12\n")
 
 
 def test_an_old_python_names_the_newer_one_that_is_installed(machine: Machine) -> None:
@@ -240,26 +251,41 @@ def test_programs_that_are_not_on_the_path_are_found(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("system", "manager", "line", "by_hand"),
     [
-        ("ID=debian\nVERSION_ID=13", "apt-get", "make default-jdk-headless git procps maven postgresql chromium", ""),
+        (
+            "ID=debian\nVERSION_ID=13",
+            "apt-get",
+            "make default-jdk-headless git procps maven postgresql chromium libatomic1",
+            "",
+        ),
         (
             "ID=debian\nVERSION_ID=11",
             "apt-get",
-            "make openjdk-17-jdk-headless git procps maven postgresql chromium",
+            "make openjdk-17-jdk-headless git procps maven postgresql chromium libatomic1",
             "",
         ),
-        ("ID=debian", "apt-get", "make default-jdk-headless git procps maven postgresql chromium", ""),
+        ("ID=debian", "apt-get", "make default-jdk-headless git procps maven postgresql chromium libatomic1", ""),
         (
             "ID=ubuntu\nVERSION_ID=22.04",
             "apt-get",
-            "make openjdk-17-jdk-headless git procps maven postgresql",
+            "make openjdk-17-jdk-headless git procps maven postgresql libatomic1",
             "Chromium",
         ),
-        ("ID=ubuntu\nVERSION_ID=24.04", "apt-get", "make default-jdk-headless git procps maven postgresql", "Chromium"),
-        ("ID=fedora\nVERSION_ID=45", "dnf", "make java-devel git procps-ng maven postgresql-server chromium", ""),
+        (
+            "ID=ubuntu\nVERSION_ID=24.04",
+            "apt-get",
+            "make default-jdk-headless git procps maven postgresql libatomic1",
+            "Chromium",
+        ),
+        (
+            "ID=fedora\nVERSION_ID=45",
+            "dnf",
+            "make java-devel git procps-ng maven postgresql-server chromium libatomic",
+            "",
+        ),
         (
             "ID=rhel\nVERSION_ID=9",
             "dnf",
-            "make java-21-openjdk-devel git procps-ng maven postgresql-server",
+            "make java-21-openjdk-devel git procps-ng maven postgresql-server libatomic",
             "Chromium",
         ),
         ("", "brew", "make temurin@21 git maven postgresql@17", "ps; Chromium"),
@@ -307,8 +333,7 @@ def run(folder: Path, *command: str | Path, path: Path) -> subprocess.CompletedP
 
 def test_what_is_missing_is_installed_and_checked_again(bare: Machine) -> None:
     """The line is printed before it runs. Then everything is checked again."""
-    for name in ("sh", "cp"):
-        (bare.programs / name).symlink_to(str(shutil.which(name, path="/usr/bin:/bin")))
+    (bare.programs / "cp").symlink_to(str(shutil.which("cp", path="/usr/bin:/bin")))
     bare.add("fake")
     install = f"""#!/bin/sh
 echo "apt-get $*"
@@ -328,7 +353,6 @@ echo "apt-get $*"
 
 def test_a_failed_installation_fails(bare: Machine) -> None:
     """The exit status is 1, and the message names the line and its status."""
-    (bare.programs / "sh").symlink_to(str(shutil.which("sh", path="/usr/bin:/bin")))
     bare.add("apt-get", "sudo", text="#!/bin/sh\nexit 7\n")
     done = run(ROOT, sys.executable, SCRIPT, path=bare.programs)
     assert done.returncode == 1
