@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +22,7 @@ from support.kubernetes import ROOT, Cluster, Image, build_image, build_wheel, c
 from support.sessions import PLAIN_JVM_OPTIONS
 from support.spark_home import spark_home
 
-pytestmark = [
-    pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap; CI installs it"),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.timeout(600)
 
 PAGE = ROOT / "docs/clusters/kubernetes.md"
 JAR = "/opt/stagecrew/stagecrew.jar"  # as on the page

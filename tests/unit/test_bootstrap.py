@@ -15,7 +15,7 @@ import pytest
 from support.requirements import SCRIPT, bootstrap
 
 ROOT = SCRIPT.parent
-PROGRAMS = ("make", "git", "ps", "mvn", "initdb", "chromium", "java", "javac", "ip", "debootstrap")
+PROGRAMS = ("make", "git", "ps", "mvn", "initdb", "chromium", "java", "javac", "ip", "debootstrap", "bwrap")
 
 
 class Machine:
@@ -114,10 +114,11 @@ def test_everything_that_is_missing_is_in_one_message(bare: Machine) -> None:
         "PostgreSQL's server (initdb)": "make test",
         "Chromium or Google Chrome (not a snap)": "make test",
         "libatomic": "make test",
+        "bubblewrap": "make test",
     }
     assert output.endswith(
         "To install, run this line or `./bootstrap`:\n  apt-get update && apt-get install -y --no-install-recommends "
-        "make default-jdk-headless git procps maven postgresql chromium libatomic1\n"
+        "make default-jdk-headless git procps maven postgresql chromium libatomic1 bubblewrap\n"
     )
 
 
@@ -155,7 +156,7 @@ def test_what_was_found_is_listed(machine: Machine) -> None:
     assert status == 0
     assert f"Maven or sbt: {machine.programs}/mvn" in output
     assert f"a JDK 17 or newer (a JRE has no compiler): {machine.programs}/javac" in output
-    assert len(output.splitlines()) == 10
+    assert len(output.splitlines()) == 11
     assert machine.check("--for", "test-long")[0] == 0
 
 
@@ -254,38 +255,43 @@ def test_programs_that_are_not_on_the_path_are_found(machine: Machine) -> None:
         (
             "ID=debian\nVERSION_ID=13",
             "apt-get",
-            "make default-jdk-headless git procps maven postgresql chromium libatomic1",
+            "make default-jdk-headless git procps maven postgresql chromium libatomic1 bubblewrap",
             "",
         ),
         (
             "ID=debian\nVERSION_ID=11",
             "apt-get",
-            "make openjdk-17-jdk-headless git procps maven postgresql chromium libatomic1",
+            "make openjdk-17-jdk-headless git procps maven postgresql chromium libatomic1 bubblewrap",
             "",
         ),
-        ("ID=debian", "apt-get", "make default-jdk-headless git procps maven postgresql chromium libatomic1", ""),
+        (
+            "ID=debian",
+            "apt-get",
+            "make default-jdk-headless git procps maven postgresql chromium libatomic1 bubblewrap",
+            "",
+        ),
         (
             "ID=ubuntu\nVERSION_ID=22.04",
             "apt-get",
-            "make openjdk-17-jdk-headless git procps maven postgresql libatomic1",
+            "make openjdk-17-jdk-headless git procps maven postgresql libatomic1 bubblewrap",
             "Chromium",
         ),
         (
             "ID=ubuntu\nVERSION_ID=24.04",
             "apt-get",
-            "make default-jdk-headless git procps maven postgresql libatomic1",
+            "make default-jdk-headless git procps maven postgresql libatomic1 bubblewrap",
             "Chromium",
         ),
         (
             "ID=fedora\nVERSION_ID=45",
             "dnf",
-            "make java-devel git procps-ng maven postgresql-server chromium libatomic",
+            "make java-devel git procps-ng maven postgresql-server chromium libatomic bubblewrap",
             "",
         ),
         (
             "ID=rhel\nVERSION_ID=9",
             "dnf",
-            "make java-21-openjdk-devel git procps-ng maven postgresql-server libatomic",
+            "make java-21-openjdk-devel git procps-ng maven postgresql-server libatomic bubblewrap",
             "Chromium",
         ),
         ("", "brew", "make temurin@21 git maven postgresql@17", "ps; Chromium"),
@@ -363,7 +369,7 @@ def test_make_names_what_is_missing_before_it_does_anything(bare: Machine) -> No
     """`make demo` on a machine without a JDK fails with the message of `bootstrap`, and creates no environment."""
     for name in ("make", "find", "mkdir", "grep"):
         (bare.programs / name).symlink_to(str(shutil.which(name, path="/usr/bin:/bin")))
-    for name in ("Makefile", "bootstrap", "build/jar.py", "pyproject.toml"):
+    for name in ("Makefile", "bootstrap", "build/jar.py", "build/requirements.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, bare.folder / name)
     (bare.programs / "python3").symlink_to(sys.executable)
     done = run(bare.folder, "make", "demo", path=bare.programs)
