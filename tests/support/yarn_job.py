@@ -68,6 +68,12 @@ def executor_jvms(spark: SparkSession) -> list[int]:
     return spark.sparkContext.parallelize(range(16), 16).mapPartitions(jvm).distinct().collect()
 
 
+def executor_ids(spark: SparkSession) -> set[str]:
+    """Returns the ids of the executors that the driver knows."""
+    ids = spark.sparkContext._jsc.sc().getExecutorIds()
+    return {ids.apply(i) for i in range(ids.size())}
+
+
 def main() -> None:
     spark = stagecrew.configure(SparkSession.builder.appName("crew")).getOrCreate()
     crew = stagecrew.crew(spark)
@@ -96,7 +102,12 @@ def main() -> None:
         sums = spark.sparkContext.parallelize(range(1000), 4).mapPartitions(pairs).groupByKey(8).mapValues(sum)
         before = sums.collectAsMap()
         jvms = executor_jvms(spark)
+        executors = executor_ids(spark)
         os.kill(jvms[0], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while executors <= executor_ids(spark):  # until then, tasks read the files of the lost executor
+            assert time.monotonic() < deadline, "the driver does not notice within a minute that an executor is lost"
+            time.sleep(0.1)
         after = sums.collectAsMap()
     loss_report = topology.report
 
