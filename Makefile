@@ -123,7 +123,7 @@ test-matrix: wheel $(OTHER_SPARKS:%=$(STAMPS)/classes-%) $(STAMPS)/hadoop ## tes
 	$(BIN)/pytest -q tests/packaging -m wheel -n 2 --dist loadfile
 	for spark in $(OTHER_SPARKS); do \
 	  echo "Spark $$spark" && build/spark-$$spark/bin/python -m pytest -q tests -n 2 --dist loadfile \
-	    --no-loadscope-reorder $(if $(FULL),-m "not long and not wheel",-m contract -k "not standalone") || exit 1; \
+	    --no-loadscope-reorder $(if $(FULL),-m "not long and not wheel",-m "contract and not long" -k "not standalone") || exit 1; \
 	done
 
 test-long: setup $(STAMPS)/classes $(STAMPS)/hadoop ## run the long seeded runs, the longest file first, the third master, and the contract tests without /proc

@@ -221,7 +221,6 @@ def newer_events() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.contract
 def test_a_finished_application_is_shown_as_in_its_report(applications: Applications, history: str, page: Page) -> None:
     """The tab of a finished application shows its topologies as closed, with the numbers of the reports."""
     report = applications.reports["finished"]

@@ -33,9 +33,8 @@ spark.stop()
 """
 
 
-@pytest.mark.contract
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [pytest.param(True, marks=pytest.mark.contract), False])
 def test_each_hop_of_a_request_is_recorded(
     tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:

@@ -6,11 +6,8 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -19,48 +16,9 @@ from pathlib import Path
 import pytest
 
 from stagecrew.spark_version import SPARK_LINES
-from support.sessions import QUICK_JVM_OPTIONS
+from support.installed import ROOT, Installed, artifact
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.wheel, pytest.mark.timeout(900)]
-
-
-def artifact(pattern: str) -> Path:
-    """Returns the only file in `dist` with this name."""
-    found = list((ROOT / "dist").glob(pattern))
-    assert len(found) == 1, f"call `make wheel`; dist has {found or 'no such file'}"
-    return found[0]
-
-
-class Installed:
-    """An environment with the wheel and one Spark, and an empty working folder."""
-
-    def __init__(self, folder: Path, line: str) -> None:
-        self.line = line
-        self.programs = folder / "environment" / "bin"
-        self.work = folder / "work"
-        self.work.mkdir()
-        kept = {key: value for key, value in os.environ.items() if not re.match("SPARK_|PYSPARK_|PYTHON|_JAVA", key)}
-        path = f"{self.programs}{os.pathsep}{os.environ['PATH']}"
-        self.environment = kept | {"PATH": path, "_JAVA_OPTIONS": QUICK_JVM_OPTIONS}
-        uv = str(Path(sys.executable).with_name("uv"))
-        self.run(uv, "venv", "--quiet", "--python", sys.executable, str(self.programs.parent))
-        packages = [f"{artifact('*.whl')}[spark,demo]", f"pyspark~={line}.0"]
-        self.run(uv, "pip", "install", "--quiet", "--python", str(self.programs / "python"), *packages)
-
-    def run(self, *command: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        """Runs a command in the working folder, and checks its exit code."""
-        done = subprocess.run(
-            command, cwd=self.work, env=self.environment, capture_output=True, text=True, timeout=600,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        assert done.returncode == code, f"{command}\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
-        return done
-
-    def copy(self, *paths: str) -> None:
-        """Copies files of the checkout into the working folder."""
-        for path in paths:
-            shutil.copy(ROOT / path, self.work)
 
 
 @pytest.fixture(scope="module", params=SPARK_LINES)
@@ -83,7 +41,7 @@ def test_the_examples_of_the_readme_run(installed: Installed) -> None:
 def test_listeners_can_be_added_with_spark_submit(installed: Installed) -> None:
     """The command in the README adds a listener to a job that does not import stagecrew."""
     installed.copy("docs/examples/audit.py", "docs/examples/plain_job.py")
-    jar = installed.run("stagecrew", "jar").stdout.strip()
+    jar = installed.jar
     assert Path(jar).name.startswith(f"stagecrew-spark-{installed.line}_")
     done = installed.run(
         "spark-submit", "--master", "local[2]", "--jars", jar, "--conf", "spark.plugins=stagecrew.StagecrewPlugin",

@@ -405,7 +405,6 @@ def check_seeded_runs(spark: Any, folder: Path, seeds: range, expected: set[str]
     print(f"{len(seeds)} runs: {dict(faults)}")
 
 
-@pytest.mark.contract
 def test_every_split_is_read_once_when_tasks_die(faulty_cluster, tmp_path):
     """Every row is returned once although workers and executors are killed and tasks raise. Three seeds."""
     check_seeded_runs(faulty_cluster, tmp_path, range(7, 10), {"worker", "slow", "executor"})

@@ -360,7 +360,6 @@ def test_the_kmeans_example_gives_the_result_of_a_single_process(sessions):
     assert np.abs(centres - start).max() > 1  # the centres did move
 
 
-@pytest.mark.contract
 def test_the_pagerank_example_gives_the_result_of_a_single_process(sessions):
     """The ranks equal the exact solution within ten times the stop tolerance.
 

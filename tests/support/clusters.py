@@ -19,10 +19,13 @@ from support.waiting import eventually
 
 
 def start_spark_process(
-    folder: Path, name: str, *arguments: str, jar: str = "", **variables: str
+    folder: Path, name: str, *arguments: str, jar: str = "", home: str = "", **variables: str
 ) -> subprocess.Popen[bytes]:
-    """Starts a Spark process, with `jar` on its class path. Its output is written to `NAME.log` in the folder."""
-    home = spark_home()
+    """Starts a Spark process, with `jar` on its class path. Its output is written to `NAME.log` in the folder.
+
+    `home` is another SPARK_HOME than that of the tests.
+    """
+    home = home or spark_home()
     jars = os.path.join(home, "jars", "*") + (f"{os.pathsep}{jar}" if jar else "")
     environment = {
         **os.environ,
@@ -65,8 +68,8 @@ def shuffle_service(folder: Path) -> Iterator[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def history_server(folder: Path, logs: Path, jar: str = "", **settings: str) -> Iterator[str]:
-    """Runs a History Server for a folder of event logs. Yields its URL."""
+def history_server(folder: Path, logs: Path, jar: str = "", home: str = "", **settings: str) -> Iterator[str]:
+    """Runs a History Server for a folder of event logs, by default that of the tests' Spark. Yields its URL."""
     port = free_port()
     settings = {
         "spark.history.fs.logDirectory": logs.as_uri(),
@@ -76,7 +79,7 @@ def history_server(folder: Path, logs: Path, jar: str = "", **settings: str) -> 
     }
     properties = [f"-D{key}={value}" for key, value in settings.items()]
     server = start_spark_process(
-        folder, f"history-{port}", *properties, "org.apache.spark.deploy.history.HistoryServer", jar=jar
+        folder, f"history-{port}", *properties, "org.apache.spark.deploy.history.HistoryServer", jar=jar, home=home
     )
     base = f"http://127.0.0.1:{port}"
 
