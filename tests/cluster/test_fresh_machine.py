@@ -1,7 +1,7 @@
-"""On a fresh Debian, `./bootstrap` and then `make demo` are enough.
+"""On a fresh Debian, `./bootstrap` and then `make` are enough, with the oldest and with the newest supported Python.
 
 debootstrap makes a minimal Debian in a folder, and commands run in it with chroot. The Debian has the release of the
-host and uses the package mirror of the host, which apt knows. pip uses the host's pip configuration: its file, and the
+host, or the one that has Python 3.14. It uses the package mirror of the host, which apt knows. pip uses the host's pip configuration: its file, and the
 variables that start with PIP_. Proxies and certificates are those of the host too. The folder takes 4 GB.
 """
 
@@ -23,6 +23,9 @@ from support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 CHECKOUT = "/root/stagecrew"
+
+#: The newest Python that stagecrew supports, and the release of Debian that has it.
+NEWEST_PYTHON = ("3.14", "forky")
 
 pytestmark = [
     pytest.mark.long,
@@ -78,14 +81,19 @@ def copy_checkout(target: Path) -> None:
 
 
 class Debian:
-    """A minimal Debian with Python, in this folder."""
+    """A minimal Debian with Python, in this folder. By default it has the release of the host."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, release: str = "") -> None:
         self.root = root
         lines = mirror_lines()
-        _, uri, release, _ = lines[0].split()
+        _, uri, host_release, _ = lines[0].split()
+        if release:
+            lines = [f"deb {uri} {release} main"]
+        # The host's debootstrap may be older than a release, and then has no script for it.
+        script = ["/usr/share/debootstrap/scripts/sid"] if release else []
         made = subprocess.run(
-            [*NAMESPACE, "debootstrap", "--variant=minbase", "--include=python3", release, root, uri],
+            [*NAMESPACE, "debootstrap", "--variant=minbase", "--include=python3", release or host_release, root, uri,
+             *script],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         assert made.returncode == 0, made.stdout[-5000:]
@@ -102,7 +110,7 @@ class Debian:
         certificates = os.environ.get("PIP_CERT", "/etc/ssl/certs/ca-certificates.crt")
         if os.path.exists(certificates):
             shutil.copy(certificates, root / "etc/host-certificates.crt")
-            self.environment["PIP_CERT"] = "/etc/host-certificates.crt"
+            self.environment |= dict.fromkeys(("PIP_CERT", "SSL_CERT_FILE"), "/etc/host-certificates.crt")
         copy_checkout(root / CHECKOUT.lstrip("/"))
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
@@ -115,11 +123,11 @@ class Debian:
 
 
 @pytest.fixture
-def debian() -> Iterator[Debian]:
-    """A fresh Debian. It is deleted at the end."""
+def debian(request: pytest.FixtureRequest) -> Iterator[Debian]:
+    """A fresh Debian. It is deleted at the end. The parameter is its release."""
     folder = Path(tempfile.mkdtemp(prefix="stagecrew-debian-"))
     try:
-        yield Debian(folder / "root")
+        yield Debian(folder / "root", getattr(request, "param", ""))
     finally:
         # After a failure the processes in the Debian may be ending.
         eventually(
@@ -136,6 +144,7 @@ def test_bootstrap_and_make_demo_are_enough(debian: Debian) -> None:
     assert missing == [
         "make", "Python 3.11 or newer, with venv and ensurepip", "a JDK 17 or newer (a JRE has no compiler)", "git", "ps",
         "Maven or sbt", "PostgreSQL's server (initdb)", "Chromium or Google Chrome (not a snap)", "libatomic",
+        "bubblewrap",
     ]  # fmt: skip
     line = check.stderr.splitlines()[-1].strip()
 
@@ -151,3 +160,18 @@ def test_bootstrap_and_make_demo_are_enough(debian: Debian) -> None:
     assert demo.returncode == 0
     assert "Both enrichments returned the same 336,776 rows" in demo.stdout
     assert (debian.root / CHECKOUT.lstrip("/") / "demo-output" / "flights").is_dir()
+
+
+@pytest.mark.parametrize("debian", [NEWEST_PYTHON[1]], indirect=True)
+def test_the_newest_supported_python_runs_unit_tests_and_contract_tests(debian: Debian) -> None:
+    """Python 3.14 runs the unit tests, and the tests that are marked `contract` on a local master."""
+    installed = debian.run("./bootstrap")
+    assert installed.returncode == 0, installed.stdout[-5000:] + installed.stderr[-5000:]
+    assert debian.run("python3 --version").stdout.startswith(f"Python {NEWEST_PYTHON[0]}.")
+    for command in (
+        "make test-unit build/.stamps/classes build/.stamps/hadoop",
+        '.venv/bin/pytest -q tests -m "contract and not long" -k "not standalone" -n 2 --dist loadfile',
+    ):
+        done = debian.run(command)
+        print(done.stdout[-20000:], done.stderr[-20000:])
+        assert done.returncode == 0, command

@@ -44,6 +44,7 @@ def drivers(tmp_path):
         yield found
 
 
+@pytest.mark.contract
 def test_a_standby_finishes_the_job_of_a_killed_leader(drivers):
     """A standby finishes the job of a killed leader.
 

@@ -69,6 +69,7 @@ def distances(entries: list[dict[str, Any]]) -> list[int]:
     return found
 
 
+@pytest.mark.contract
 def test_tasks_at_different_paces_stay_within_the_drift(cluster, journal):
     """Two tasks at different paces stay within the drift plus one event of each other."""
     with stagecrew.crew(cluster).topology("t") as topology:

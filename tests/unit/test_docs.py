@@ -141,3 +141,31 @@ def test_the_block_runner_fails_if_a_marked_block_does_not_raise(tmp_path):
         run_page(page, {})
     page.write_text("<!-- raises: LookupError -->\n```python\n{}['x']\n```\n\n```python\ny = given + 1\n```\n")
     run_page(page, {"given": 1})
+
+
+def test_each_line_of_the_table_of_versions_names_a_test_that_runs_with_each_version():
+    """The tests exist, and `make test-matrix` runs them. The columns are the versions that the Makefile names."""
+    page = (DOCS / "reference" / "versions.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    newest, others = (re.search(rf"^{name} := (.+)$", makefile, re.MULTILINE)[1] for name in ("SPARK", "OTHER_SPARKS"))
+    header, _, *rows = [
+        line.strip("| ").split(" | ") for line in page.split("\n\n## ")[0].splitlines() if line[:1] == "|"
+    ]
+    assert header[2:] == sorted([newest, *others.split()])
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    for _, test, *cells in rows:
+        (source,) = (one for one in sources if f"\ndef {test.strip('`')}(" in one)
+        decorators = re.search(rf"((?:^@.*\n(?:^[ )].*\n)*)*)def {test.strip('`')}\(", source, re.MULTILINE)[1]
+        marks = decorators + "".join(re.findall(r"^pytestmark = .*", source, re.MULTILINE))
+        assert "mark.contract" in marks or "mark.wheel" in marks, test
+        assert "mark.long\n" not in decorators, test
+        assert cells == ["yes"] * len(header[2:])
+
+
+def test_the_first_command_installs_the_wheel_of_this_version():
+    """README, site and install page begin with the command that installs the wheel."""
+    wheel = f'pip install "dist/stagecrew-{stagecrew.__version__}-py3-none-any.whl[spark]"'
+    for page in (ROOT / "README.md", DOCS / "index.md", DOCS / "guide" / "install.md"):
+        first = re.search(r"^```sh\n(.*?)\n", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert first is not None
+        assert first[1] == wheel, page
