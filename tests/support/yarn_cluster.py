@@ -35,14 +35,14 @@ class YarnCluster:
 
     @property
     def containers(self) -> str:
-        """What the containers printed."""
+        """The output of the containers."""
         logs = sorted(self.folder.rglob("container_*/std*"))
         return "\n".join(f"{log}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
     def submit(
         self, *arguments: str, deploy_mode: str, python: str = sys.executable, code: int = 0, **settings: str
     ) -> str:
-        """Runs spark-submit, checks its exit code, and returns what it printed."""
+        """Runs spark-submit, checks its exit code, and returns its output."""
         home = spark_home()
         settings = {
             "spark.yarn.jars": f"local:{home}/jars/*",

@@ -1,7 +1,7 @@
 """A job for YARN: `yarn_job.py RESULT JOURNAL CONTAINERS`.
 
-It uses listeners, shuffles and a coordinator, and kills a container. RESULT gets the outcome as JSON, JOURNAL what the
-listeners do. CONTAINERS is the folder with the files of all containers.
+It uses listeners, shuffles and a coordinator, and kills a container. The job writes its outcome to RESULT as
+JSON, and the calls of its listeners to JOURNAL. CONTAINERS is the folder with the files of all containers.
 """
 
 from __future__ import annotations
