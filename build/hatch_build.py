@@ -34,12 +34,8 @@ class JarHook(BuildHookInterface):
     """Builds a jar if necessary, or fails with one sentence that names the missing part."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: D102
-        jars = jar_builder.JARS
-        found = set(jars.glob(f"stagecrew-spark-*-{self.metadata.version}.jar"))
-        if not Path(self.root, "PKG-INFO").exists():  # in an sdist the files have the time of its extraction
-            newest = max(path.stat().st_mtime for path in self._sources())
-            found = {path for path in found if path.stat().st_mtime >= newest}
-        for stale in set(jars.glob("*.jar")) - found:
+        found = jar_builder.current(in_sdist=Path(self.root, "PKG-INFO").exists())
+        for stale in set(jar_builder.JARS.glob("*.jar")) - found:
             stale.unlink()
         if found:
             return
@@ -49,8 +45,3 @@ class JarHook(BuildHookInterface):
             sys.exit(f"\n{error}.\n")  # an exception would be shown with a long traceback
         except subprocess.CalledProcessError as error:
             sys.exit(f"\nthe compiler failed with status {error.returncode}; its messages are above.\n")
-
-    def _sources(self) -> list[Path]:
-        main, package = jar_builder.MAIN, jar_builder.PACKAGE
-        kinds = (".scala", ".java", ".py")
-        return [path for folder in (main, package) for path in folder.rglob("*") if path.suffix in kinds]

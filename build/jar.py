@@ -136,6 +136,21 @@ def compiled(line: str, jars: Path) -> Path:
     return classes
 
 
+def current(in_sdist: bool) -> "set[Path]":
+    """Returns the jars of this version that do not have to be built again.
+
+    The files of an sdist have the time of its extraction, so there every jar is current.
+    """
+    found = set(JARS.glob(f"stagecrew-spark-*-{version()}.jar"))
+    if not in_sdist:
+        kinds = (".scala", ".java", ".py")
+        newest = max(
+            path.stat().st_mtime for root in (MAIN, PACKAGE) for path in root.rglob("*") if path.suffix in kinds
+        )
+        found = {path for path in found if path.stat().st_mtime >= newest}
+    return found
+
+
 def build(folder: Path) -> Path:
     """Builds the jar for the Spark in this folder, and returns its path."""
     jars = spark_jars(folder)

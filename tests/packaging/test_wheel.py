@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -84,6 +86,43 @@ def test_wheel_and_sdist_contain_the_same_files() -> None:
         name.removeprefix("python/"): content for name, content in files.items() if name.startswith("python/")
     } == package
     assert files.keys() - set(tracked) == {"PKG-INFO", *(f"python/{jar}" for jar in jars)}
+
+
+def test_the_sdist_gives_the_same_wheel_without_spark_and_without_a_jdk(tmp_path: Path) -> None:
+    """The sdist contains the jars, so nothing is compiled."""
+    uv = str(Path(sys.executable).with_name("uv"))
+    nothing = {"JAVA_HOME": "/nowhere", "SPARK_HOME": ""}
+    subprocess.run(
+        [uv, "build", "--quiet", "--wheel", "--out-dir", str(tmp_path), str(artifact("*.tar.gz"))],
+        env=os.environ | nothing, check=True,
+    )  # fmt: skip
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as one, zipfile.ZipFile(artifact("*.whl")) as other:
+        assert {name: one.read(name) for name in one.namelist()} == {
+            name: other.read(name) for name in other.namelist()
+        }
+
+
+class Spark35(Installed):
+    """The wheel with PySpark 3.5, which stagecrew does not support."""
+
+    extras, packages = "", ("pyspark[sql]~=3.5.0", "setuptools<81")
+
+
+def test_spark_35_is_refused_when_the_session_starts(tmp_path: Path) -> None:
+    """`configure` and the jar each refuse it with one sentence that names both versions, before any task runs."""
+    installed = Spark35(tmp_path, "3.5")
+    (installed.work / "job.py").write_text(
+        "import stagecrew\nfrom pyspark.sql import SparkSession\nstagecrew.configure(SparkSession.builder).getOrCreate()\n"
+    )
+    refused = installed.run("python", "job.py", code=1).stderr
+    assert "ConfigurationError: stagecrew supports Spark 4.0 to 4.3, and this is Spark 3.5." in refused
+    installed.copy("docs/examples/plain_job.py")
+    jar = installed.run("stagecrew", "jar", "--spark", SPARK_LINES[0]).stdout.strip()
+    plugin = ("--conf", "spark.plugins=stagecrew.StagecrewPlugin")
+    done = installed.run("spark-submit", "--master", "local[1]", "--jars", jar, *plugin, "plain_job.py", code=1)
+    assert f"this jar of stagecrew is built for Spark {SPARK_LINES[0]}, but this is Spark 3.5." in done.stderr
+    assert "sum:" not in done.stdout
 
 
 @pytest.mark.parametrize("line", SPARK_LINES)

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["load_build_script"]
+__all__ = ["ROOT", "load_build_script"]
 
 ROOT = Path(__file__).parents[2]
 

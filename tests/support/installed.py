@@ -26,6 +26,9 @@ def artifact(pattern: str) -> Path:
 class Installed:
     """An environment with the wheel and one Spark, and an empty working folder."""
 
+    #: The extras of the wheel, and other packages.
+    extras, packages = "[spark,demo]", ()
+
     def __init__(self, folder: Path, line: str) -> None:
         self.line = line
         self.programs = folder / "environment" / "bin"
@@ -36,7 +39,7 @@ class Installed:
         self.environment = kept | {"PATH": path, "_JAVA_OPTIONS": QUICK_JVM_OPTIONS}
         uv = str(Path(sys.executable).with_name("uv"))
         self.run(uv, "venv", "--quiet", "--python", sys.executable, str(self.programs.parent))
-        packages = [f"{artifact('*.whl')}[spark,demo]", f"pyspark~={line}.0"]
+        packages = [f"{artifact('*.whl')}{self.extras}", f"pyspark~={line}.0", *self.packages]
         install = [uv, "pip", "install", "--quiet", "--python", str(self.programs / "python"), *packages]
         # `make` has installed the same PySpark, so uv has it in its cache.
         if subprocess.run([*install, "--offline"], capture_output=True, env=self.environment).returncode != 0:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from stagecrew.spark_version import SPARK_LINES
-from support.build_scripts import load_build_script
+from support.build_scripts import ROOT, load_build_script
 
 
 @pytest.fixture
@@ -89,3 +93,36 @@ def test_there_is_a_compatibility_file_for_each_supported_version(jar_build: Mod
         (file,) = (path for path in folder.rglob("*") if path.is_file())
         assert file.name == "SparkVersion.scala"
         assert f'val Line = "{line}"' in file.read_text()
+
+
+def test_pip_names_the_missing_part_before_it_downloads_anything(tmp_path: Path) -> None:
+    """Without PySpark or a JDK, a build from the sources ends with one sentence. pip has no access to an index here."""
+    sources, environment = tmp_path / "sources", tmp_path / "environment"
+    for name in ("python", "jvm-shim/src", "build", "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, sources)
+        else:
+            unwanted = shutil.ignore_patterns(
+                "spark-*", "peers", "hadoop", ".stamps", "jars", "__pycache__", "sbt-launch*"
+            )
+            shutil.copytree(ROOT / name, sources / name, ignore=unwanted)
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+
+    def pip(**variables: str) -> str:
+        done = subprocess.run(
+            [environment / "bin/python", "-m", "pip", "install", "--no-index", "--no-deps", str(sources)],
+            env={key: value for key, value in os.environ.items() if key != "SPARK_HOME"} | variables,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode != 0
+        return done.stdout + done.stderr
+
+    assert "first install the PySpark that will run it" in pip()
+    spark = tmp_path / "spark"
+    (spark / "jars").mkdir(parents=True)
+    (spark / "jars" / f"spark-core_2.13-{SPARK_LINES[0]}.0.jar").touch()
+    without_jdk = pip(SPARK_HOME=str(spark), JAVA_HOME="/nowhere")
+    assert "needs a JDK 17 or newer" in without_jdk
+    assert "JAVA_HOME=/nowhere has no java and javac" in without_jdk
+    assert "Traceback" not in without_jdk
+    assert "hatchling" in pip(SPARK_HOME=str(spark)), "with both, pip looks for hatchling"
