@@ -9,6 +9,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from stagecrew.spark_version import installed_spark, require_supported
+
 __all__ = ["lazy_names"]
 
 #: By missing package: the remedy in the message.
@@ -30,8 +32,9 @@ def lazy_names(package: str, names: Mapping[str, str], modules: tuple[str, ...] 
         modules: The modules of the package that are also imported when they are first used.
 
     Returns:
-        A function for PEP 562. It raises AttributeError for an unknown name, and ModuleNotFoundError with a remedy if
-        PySpark or pyarrow is missing.
+        A function for PEP 562. It raises AttributeError for an unknown name, ModuleNotFoundError with a remedy if
+        PySpark or pyarrow is missing, and ConfigurationError if the import fails and the installed Spark is not
+        supported.
     """
 
     def get(name: str) -> Any:
@@ -41,8 +44,10 @@ def lazy_names(package: str, names: Mapping[str, str], modules: tuple[str, ...] 
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
             return getattr(importlib.import_module(f"{package}.{names[name]}"), name)
-        except ModuleNotFoundError as error:
-            if error.name in _REMEDIES:
+        except ImportError as error:
+            if (version := installed_spark()) is not None:
+                require_supported(version)
+            if isinstance(error, ModuleNotFoundError) and error.name in _REMEDIES:
                 raise ModuleNotFoundError(f"{package}.{name} needs {_REMEDIES[error.name]}", name=error.name) from error
             raise
 

@@ -16,11 +16,14 @@ from stagecrew import operating_system
 from support.hidden_proc import is_proc_hidden
 from support.journal import Recorder, rendezvous
 from support.sessions import LOCAL
+from support.spark_versions import HAS_IDLE_WORKER_LIMIT
 from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors do not have this module
 
-pytestmark = pytest.mark.contract
+contract_where_supported = (
+    pytest.mark.contract if HAS_IDLE_WORKER_LIMIT else pytest.mark.skip("Spark has no such limit")
+)
 
 
 def reads_proc() -> bool:
@@ -30,6 +33,7 @@ def reads_proc() -> bool:
     return can_read
 
 
+@pytest.mark.contract
 def test_the_option_hides_proc_from_every_process(sessions):
     """With the option, neither the driver nor a worker nor the agent can read /proc. Without it, all of them can."""
 
@@ -54,6 +58,7 @@ class SlowToClose(Recorder):
         super().close(context)
 
 
+@contract_where_supported
 def test_an_idle_worker_that_spark_terminates(sessions, journal, tmp_path):
     """A worker closes its listeners before Spark terminates it. Without /proc it is killed, and reported as lost.
 

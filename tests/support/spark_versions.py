@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-__all__ = ["HAS_ARROW_UDF", "LEAKS_SOCKETS", "SPARK"]
+__all__ = ["HAS_ARROW_UDF", "HAS_IDLE_WORKER_LIMIT", "LEAKS_SOCKETS", "SPARK"]
 
 #: The installed version, as major and minor.
 SPARK = tuple(map(int, importlib.metadata.version("pyspark").split(".")[:2]))
@@ -14,3 +14,6 @@ LEAKS_SOCKETS = SPARK < (4, 2)
 
 #: `pyspark.sql.functions.arrow_udf` exists.
 HAS_ARROW_UDF = SPARK >= (4, 1)
+
+#: `spark.python.factory.idleWorkerMaxPoolSize` exists.
+HAS_IDLE_WORKER_LIMIT = SPARK >= (4, 1)
