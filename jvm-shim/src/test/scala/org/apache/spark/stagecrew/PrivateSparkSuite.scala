@@ -1,5 +1,6 @@
 package org.apache.spark.stagecrew
 
+import java.nio.file.{Files, Path}
 import java.util.jar.JarFile
 
 import scala.collection.mutable
@@ -11,56 +12,68 @@ import scala.util.Using
 import org.apache.xbean.asm9.{ClassReader, ClassVisitor, MethodVisitor, Opcodes}
 import org.scalatest.funsuite.AnyFunSuite
 
-/** Only the package `spark` uses code that is private to Spark: `SparkInternals`, and one file for each version. */
+/**
+ * Only the folder `spark` uses code that is private to Spark: `SparkInternals` and the files beside it, and one file for
+ * each version of Spark.
+ */
 final class PrivateSparkSuite extends AnyFunSuite {
   import PrivateSparkSuite._
 
-  test("only the package spark uses classes, methods and fields that are private to Spark") {
-    val found = for (use <- uses if !isAllowed(use.user) && isPrivate(use)) yield use.toString
+  test("only the folder spark uses classes, methods and fields that are private to Spark") {
+    val found = for (use <- uses if !allowed(use.file) && isPrivate(use)) yield s"${use.file}: ${use.owner} ${use.name}"
     assert(found.toSeq.sorted === Nil)
   }
 
   test("the check recognizes private classes, methods and constructors") {
-    assert(isPrivate(Use("x", "org/apache/spark/SparkEnv", "blockManager")) === false)
-    assert(isPrivate(Use("x", "org/apache/spark/SparkContext", "schedulerBackend")))
-    assert(isPrivate(Use("x", "org/apache/spark/rpc/RpcEndpointRef", "send")))
-    assert(isPrivate(Use("x", "org/apache/spark/util/Utils$", "tryLogNonFatalError")))
-    assert(isPrivate(Use("x", "org/apache/spark/SparkContext", "defaultParallelism")) === false)
-    assert(uses.exists(use => isAllowed(use.user) && isPrivate(use)))
+    assert(isPrivate(Use("A.scala", "org/apache/spark/SparkEnv", "blockManager")) === false)
+    assert(isPrivate(Use("A.scala", "org/apache/spark/SparkContext", "schedulerBackend")))
+    assert(isPrivate(Use("A.scala", "org/apache/spark/rpc/RpcEndpointRef", "send")))
+    assert(isPrivate(Use("A.scala", "org/apache/spark/util/Utils$", "tryLogNonFatalError")))
+    assert(isPrivate(Use("A.scala", "org/apache/spark/SparkContext", "defaultParallelism")) === false)
+    assert(uses.exists(use => use.file == "SparkInternals.scala" && isPrivate(use)))
   }
 }
 
 object PrivateSparkSuite {
 
-  /** A class uses a member of a class of Spark. The name is empty if it uses the class itself. */
-  private final case class Use(user: String, owner: String, name: String)
+  /** A file of our sources uses a member of a class of Spark. The name is empty if it uses the class itself. */
+  private final case class Use(file: String, owner: String, name: String)
 
-  private val Ours = "org/apache/spark/stagecrew/"
+  /** The names of the files that may use private code. */
+  private val allowed: Set[String] = {
+    val main = Path.of("src", "main")  // the tests run in the folder jvm-shim
+    val versions = Using.resource(Files.list(main))(_.iterator.asScala.filter(_.getFileName.toString.startsWith("scala-")).toSeq)
+    val folders = main.resolve("scala/org/apache/spark/stagecrew/spark") +: versions
+    folders.flatMap(folder => Using.resource(Files.walk(folder))(_.iterator.asScala.map(_.getFileName.toString).toSeq)).toSet
+  }
 
-  private def isAllowed(user: String): Boolean = user.startsWith(s"${Ours}spark/")
-
-  /** What the classes of the jar use of Spark. */
+  /** The uses of Spark in the classes of the jar. */
   private lazy val uses: Set[Use] = {
     val found = mutable.Set[Use]()
-    Using.resource(new JarFile(classOf[Shim].getProtectionDomain.getCodeSource.getLocation.getPath)) { jar =>
-      for (entry <- jar.entries.asScala if entry.getName.endsWith(".class"))
-        Using.resource(jar.getInputStream(entry)) { bytes =>
-          new ClassReader(bytes).accept(new Collector(found), ClassReader.SKIP_DEBUG)
-        }
+    val location = classOf[_root_.stagecrew.StagecrewPlugin].getProtectionDomain.getCodeSource.getLocation
+    Using.resource(new JarFile(location.getPath)) { jar =>
+      val classes = jar.entries.asScala.filter(_.getName.endsWith(".class")).toSeq
+      val ours = classes.map(_.getName.stripSuffix(".class")).toSet
+      for (entry <- classes)
+        Using.resource(jar.getInputStream(entry))(new ClassReader(_).accept(new Collector(ours, found), 0))
     }
     found.toSet
   }
 
-  private final class Collector(found: mutable.Set[Use]) extends ClassVisitor(Opcodes.ASM9) {
-    private var user = ""
+  private final class Collector(ours: Set[String], found: mutable.Set[Use]) extends ClassVisitor(Opcodes.ASM9) {
+    private var file = ""
+    private var parents = Seq[String]()
 
     private def add(owner: String, name: String): Unit =
-      if (owner.startsWith("org/apache/spark/") && !owner.startsWith(Ours)) found += Use(user, owner, name)
+      if (owner.startsWith("org/apache/spark/") && !ours(owner)) found += Use(file, owner, name)
 
     override def visit(
-        version: Int, access: Int, name: String, signature: String, parent: String, interfaces: Array[String]): Unit = {
-      user = name
-      (parent +: interfaces.toSeq).foreach(add(_, ""))
+        version: Int, access: Int, name: String, signature: String, parent: String, interfaces: Array[String]): Unit =
+      parents = parent +: interfaces.toSeq
+
+    override def visitSource(source: String, debug: String): Unit = {
+      file = source
+      parents.foreach(add(_, ""))
     }
 
     override def visitMethod(

@@ -208,7 +208,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   }
 
   override def disconnected(address: String): Unit = inLoop {
-    executors.values.filter(e => e.address == address && e.id != SparkContext.DRIVER_IDENTIFIER)
+    executors.values.filter(e => e.address == address && !SparkInternals.isDriver(e.id))
       .map(_.id).toSeq.foreach(lost)
   }
 

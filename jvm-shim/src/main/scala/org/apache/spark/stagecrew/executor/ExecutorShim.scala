@@ -2,7 +2,7 @@ package org.apache.spark.stagecrew
 package executor
 
 import java.util.{Map => JMap}
-import org.apache.spark.{SparkContext, SparkEnv, TaskContext}
+import org.apache.spark.{SparkEnv, TaskContext}
 import org.apache.spark.api.plugin.{ExecutorPlugin, PluginContext}
 import driver._, spark._
 
@@ -23,7 +23,7 @@ final class ExecutorShim extends ExecutorPlugin {
       crew = new ExecutorCrew(env.conf, env.executorId, extra.get(DriverShim.Timelines) == "true")
       Log.contained("switching on the samples of Python processes")(PythonPath.assign(Sampling, crew.sampling))
       // With a local master, the driver's metrics have the same names and include this executor.
-      if (env.executorId != SparkContext.DRIVER_IDENTIFIER)
+      if (!SparkInternals.isDriver(env.executorId))
         Metrics.registerExecutor(plugin.metricRegistry(), crew.ledger)
       hook = SparkInternals.addShutdownHook(driver = false)(() => end())
     } catch { case Failure(error) => notRunning = new NotRunning(env.executorId, Shim.version, error) }

@@ -39,8 +39,7 @@ private[stagecrew] object SparkInternals {
 
   def localProperties(task: TaskContext): Properties = task.getLocalProperties
 
-  /** Prevents the body of the task from running: the attempt ends as killed, which Spark does not count as
-    * a failure. */
+  /** Prevents the body of the task from running: the attempt ends as killed, which is not a failure for Spark. */
   def markInterrupted(task: TaskContext, reason: String): Unit = task.markInterrupted(reason)
 
   /** The blocks of cached datasets that a task stored, with their sizes, or dropped (None):
@@ -52,8 +51,9 @@ private[stagecrew] object SparkInternals {
     }
 
   /** The host of this JVM, as the BlockManager knows it. Empty before it is known: core/storage/BlockManager.scala. */
-  def host: String =
-    Option(SparkEnv.get).flatMap(env => Option(env.blockManager.blockManagerId)).map(_.host).getOrElse("")
+  def host: String = Option(SparkEnv.get).flatMap(env => Option(env.blockManager.blockManagerId)).fold("")(_.host)
+
+  def isDriver(executor: String): Boolean = executor == SparkContext.DRIVER_IDENTIFIER
 
   // -- Stored partitions on an executor: core/shuffle/{IndexShuffleBlockResolver, ShuffleBlockResolver}.scala
 
