@@ -12,12 +12,13 @@ JAR := $(STAMPS)/jar
 # The newest PySpark of each supported minor version. Development uses the newest one.
 SPARK := 4.3.0
 OTHER_SPARKS := 4.2.1 4.1.4 4.0.5
+EXTRAS := --extra spark --extra zookeeper --extra iceberg --extra postgres --extra demo
 unexport PYSPARK_PYTHON
 ifdef JAVA_HOME  # sbt and the tests use the JDK that is on the PATH
 export PATH := $(JAVA_HOME)/bin:$(PATH)
 endif
 
-.PHONY: help setup lock jar jars wheel check format smoke test test-unit test-jvm test-spark test-matrix test-long soak docs bench \
+.PHONY: help setup lock jar jars wheel check format smoke test test-unit test-jvm test-spark test-matrix test-lowest test-long soak docs bench \
   charts demo compat clean requirements
 
 help: ## list the targets
@@ -38,8 +39,8 @@ $(STAMPS)/venv: build/requirements.txt | requirements
 
 lock: setup ## choose the newest versions that pyproject.toml allows, and write them to build/requirements.txt
 	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate --no-emit-package pyspark \
-	  --no-emit-package py4j --extra spark --extra zookeeper --extra iceberg --extra postgres --extra demo --group dev \
-	  --custom-compile-command "make lock" --output-file build/requirements.txt pyproject.toml
+	  --no-emit-package py4j $(EXTRAS) --group dev --custom-compile-command "make lock" \
+	  --output-file build/requirements.txt pyproject.toml
 
 jar: $(JAR) ## build the jar if its sources changed
 
@@ -126,10 +127,25 @@ test-matrix: wheel $(OTHER_SPARKS:%=$(STAMPS)/classes-%) $(STAMPS)/hadoop ## tes
 	    --no-loadscope-reorder $(if $(FULL),-m "not long and not wheel",-m "contract and not long" -k "not standalone") || exit 1; \
 	done
 
+# An environment with the oldest version of each requirement that pyproject.toml allows.
+$(STAMPS)/lowest: pyproject.toml $(STAMPS)/jar-$(lastword $(OTHER_SPARKS))
+	test -x build/spark-lowest/bin/python || $(PYTHON) -m venv build/spark-lowest
+	$(BIN)/uv pip compile --quiet --resolution lowest-direct --no-deps $(EXTRAS) --output-file $@.txt pyproject.toml
+	$(INSTALL) --python build/spark-lowest/bin/python --constraint $@.txt -r pyproject.toml $(EXTRAS) --group test \
+	  hatchling editables
+	$(INSTALL) --python build/spark-lowest/bin/python --no-build-isolation --no-deps -e .
+	@touch $@
+
+test-lowest: $(STAMPS)/lowest $(STAMPS)/hadoop ## run the unit tests and the contract tests with the oldest requirements that pyproject.toml allows
+	build/spark-lowest/bin/python -m pytest -q tests/unit -m "not long" -n 2 --dist loadfile
+	build/spark-lowest/bin/python -m pytest -q tests -m "contract and not long" -k "not standalone" -n 2 \
+	  --dist loadfile --no-loadscope-reorder
+
 test-long: setup $(STAMPS)/classes $(STAMPS)/hadoop ## run the long seeded runs, the longest file first, the third master, and the contract tests without /proc
 	$(BIN)/pytest -q tests -m "long and alone"
 	$(BIN)/pytest -q tests/spark/test_splits.py tests -m "long and not alone" -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/pytest -q tests -m "contract and not long" --hide-proc -n 2 --dist loadfile --no-loadscope-reorder
+	$(MAKE) test-lowest
 
 soak: setup ## run 10,000 uses of operators and 1,000 topologies, and report leaked threads, files and memory
 	cd tests && ../$(BIN)/python soak.py
@@ -156,5 +172,5 @@ compat: setup ## run PySpark's own tests from SPARK_SOURCE, with and without the
 	$(BIN)/python tests/compat/run.py $(SPARK_SOURCE)
 
 clean: ## delete everything that was built
-	rm -rf $(STAMPS) build/peers build/spark-[0-9]* build/spark-home build/hadoop site dist \
+	rm -rf $(STAMPS) build/peers build/spark-* build/hadoop site dist \
 	  jvm-shim/target target python/stagecrew/jars
