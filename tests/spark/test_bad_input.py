@@ -219,6 +219,45 @@ def test_two_different_jars_are_refused_when_the_session_starts(tmp_path):
     assert Path(stagecrew.jar_path()).name in done.stdout
 
 
+@pytest.mark.contract
+def test_if_spark_lacks_a_private_field_only_keep_is_lost_and_all_say_so(tmp_path):
+    """`keep` raises, and log, page and doctor name the field. Listeners and releases work."""
+    classes = [f"org/apache/spark/sql/execution/StagecrewPlans{suffix}.class" for suffix in ("", "$")]
+    other = changed_jar(tmp_path, dict.fromkeys(classes, (b"_cachedColumnBuffers", b"_cachedColumnBufferz")))
+    done = run_driver(f"""
+    import urllib.request
+    import stagecrew
+    from stagecrew import doctor
+    from support.sessions import session_builder
+    builder = session_builder("local[1]").config("spark.plugins", "stagecrew.StagecrewPlugin")
+    builder = builder.config("spark.jars", {str(other)!r}).config("spark.ui.enabled", "true").config("spark.ui.port", "0")
+    spark = builder.config("spark.log.level", "WARN").getOrCreate()
+    @stagecrew.resource
+    def word(context):
+        yield "word"
+    words = word()
+    with stagecrew.crew(spark).topology("t", listeners=[words]) as topology:
+        assert spark.sparkContext.parallelize([1, 2], 2).map(lambda n: (n, words.get())).groupByKey().count() == 2
+        try:
+            topology.keep(spark.range(1))
+        except stagecrew.errors.ConfigurationError as error:
+            print("REFUSED", error)
+    report = topology.report
+    print("REPORT", report.opens, report.closes, report.released)
+    page = urllib.request.urlopen(spark.sparkContext.uiWebUrl + "/stagecrew/").read().decode()
+    print("PAGE", "CachedRDDBuilder._cachedColumnBufferz" in page)
+    print("DOCTOR", doctor.spark("local[1]")[0])
+    """)
+    printed = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.partition(" ")[0].isupper())
+    field = "org.apache.spark.sql.execution.columnar.CachedRDDBuilder._cachedColumnBufferz"
+    assert field in printed["REFUSED"], done.stdout + done.stderr[-2000:]
+    assert printed["REPORT"] == "1 1 2"
+    assert printed["PAGE"] == "True"
+    assert "status='warning'" in printed["DOCTOR"]
+    assert field in printed["DOCTOR"]
+    assert any(field in line and " WARN " in line for line in done.stderr.splitlines())
+
+
 def test_a_jar_of_another_version_is_refused(tmp_path):
     """If the jar and the package have different versions, the error names both and the path of the right jar."""
     other = changed_jar(tmp_path, {"stagecrew/_version.py": (stagecrew.__version__.encode(), b"0.0.1")})
