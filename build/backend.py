@@ -1,4 +1,4 @@
-"""The build backend of stagecrew: hatchling, after a check of what it needs to build a jar.
+"""The build backend of stagecrew: hatchling, after a check for PySpark and a JDK, which build the jar.
 
 Without PySpark or a JDK, the build ends with one sentence, before pip downloads hatchling.
 """

@@ -137,7 +137,7 @@ def compiled(line: str, jars: Path) -> Path:
 
 
 def current(in_sdist: bool) -> "set[Path]":
-    """Returns the jars of this version that do not have to be built again.
+    """Returns the jars of this version that are up to date.
 
     The files of an sdist have the time of its extraction, so there every jar is current.
     """
