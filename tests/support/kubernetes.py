@@ -67,7 +67,8 @@ else:
 def build_wheel(folder: Path) -> Path:
     """Builds stagecrew's wheel with the jars of the checkout."""
     source = folder / "source"
-    for name in ("python", "build/hatch_build.py", "build/jar.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+    scripts = [str(path.relative_to(ROOT)) for path in ROOT.glob("build/*.py")]
+    for name in ("python", *scripts, "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
