@@ -96,7 +96,10 @@ def test_a_job_is_not_disturbed_by_another_user(tmp_path: Path, journal: Journal
     assert len(runs) >= 2
     outcome, places = hostile_user.outcome, journal.read(event="address_file")
     assert outcome["opened"] == []
-    assert outcome["counts"]["EACCES"] >= len(hostile_user.targets_of("file", "socket") | attacked)
+    # A process or a file may be gone when it is attacked. The channel's files are not: tasks are running.
+    refused, gone = outcome["counts"]["EACCES"], outcome["counts"].get("ENOENT", 0)
+    assert refused + gone >= len(hostile_user.targets_of("file", "socket") | attacked)
+    assert refused >= len(attacked)
     for address_file in places:
         if channel == "tcp":
             assert f"port {address_file['where']['port']}" in hostile_user.targets_of("port")
