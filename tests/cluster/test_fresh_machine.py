@@ -1,8 +1,9 @@
 """On a fresh Debian, `./bootstrap` and then `make` are enough, with the oldest and with the newest supported Python.
 
 debootstrap makes a minimal Debian in a folder, and commands run in it with chroot. The Debian has the release of the
-host, or the one that has Python 3.14. It uses the package mirror of the host, which apt knows. pip uses the host's pip configuration: its file, and the
-variables that start with PIP_. Proxies and certificates are those of the host too. The folder takes 4 GB.
+host, or the one that has Python 3.14. It uses the package mirror of the host, which apt knows. pip uses the host's pip
+configuration: its file, and the variables that start with PIP_. Proxies and certificates are those of the host too. The
+folder takes 4 GB.
 """
 
 from __future__ import annotations

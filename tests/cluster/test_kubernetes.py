@@ -235,7 +235,6 @@ def test_cluster_mode(image, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_client_mode(image, tmp_path):
     """The command line on the page runs two executors in pods for a driver on this host."""
     with cluster(tmp_path / "cluster", image) as running:
@@ -257,7 +256,6 @@ def without_work_dir(tmp_path) -> dict[str, str]:
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_a_read_only_working_directory(image, without_work_dir, tmp_path):
     """With the jar on the class path, no pod writes into its working directory."""
     with cluster(tmp_path / "cluster", image) as running:
@@ -272,7 +270,6 @@ def test_a_read_only_working_directory(image, without_work_dir, tmp_path):
         assert image.working_directory not in mounts
 
 
-@pytest.mark.long
 @pytest.mark.long
 def test_spark_cannot_copy_jars_into_a_read_only_working_directory(image, without_work_dir, tmp_path):
     """With `--jars`, the driver does not start without the volume: Spark itself copies the jar."""

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
-from pathlib import Path
+from support.build_scripts import ROOT, load_script
 
 __all__ = ["SCRIPT", "bootstrap"]
 
-SCRIPT = Path(__file__).parents[2] / "bootstrap"
-
-_loader = importlib.machinery.SourceFileLoader("bootstrap", str(SCRIPT))
-_spec = importlib.util.spec_from_loader("bootstrap", _loader)
-assert _spec is not None
-bootstrap = importlib.util.module_from_spec(_spec)
-_loader.exec_module(bootstrap)
+SCRIPT = ROOT / "bootstrap"
+bootstrap = load_script(SCRIPT)
