@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,12 @@ def image(tmp_path_factory) -> Image:
     return build_image(folder / "image", ROOT / "conf/kubernetes/Dockerfile", context)
 
 
-def run(image: Image, command: list[str], *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    image: Image, command: list[str], *options: str, volumes: Sequence[str] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a command in the image, whose root file system is read-only."""
     return subprocess.run(
-        [*image.command(*options, "--remount-ro", "/", environment=variables), *command],
+        [*image.command(*options, "--remount-ro", "/", volumes=volumes, environment=variables), *command],
         capture_output=True,
         text=True,
         timeout=300,
@@ -183,7 +186,7 @@ def test_the_link_of_the_image_is_the_jar_of_the_installed_wheel(image):
 @pytest.mark.long
 def test_a_local_master_runs_on_a_read_only_file_system(image):
     """With a local master, only /tmp and the local directory must be writable. The working directory need not be."""
-    options = ["--tmpfs", "/tmp", "--tmpfs", "/var/data"]
+    volumes = ["--tmpfs", "/tmp", "--tmpfs", "/var/data"]
     done = run(
         image,
         [
@@ -191,8 +194,8 @@ def test_a_local_master_runs_on_a_read_only_file_system(image):
             *("--conf", "spark.plugins=stagecrew.StagecrewPlugin", "--conf", "spark.ui.enabled=false"),
             "/opt/app/app.py",
         ],
-        *options,
         *("--chdir", image.working_directory),
+        volumes=volumes,
         SPARK_LOCAL_DIRS="/var/data",
         SPARK_LOCAL_IP="127.0.0.1",
         JDK_JAVA_OPTIONS=PLAIN_JVM_OPTIONS,
@@ -203,7 +206,7 @@ def test_a_local_master_runs_on_a_read_only_file_system(image):
     assert {one["folder"] for one in workers} == {image.working_directory}
     assert "Failed to add" not in done.stderr
     for folder in (image.working_directory, "/opt", "/"):
-        assert run(image, ["touch", f"{folder}/file"], *options).returncode != 0, folder
+        assert run(image, ["touch", f"{folder}/file"], volumes=volumes).returncode != 0, folder
 
 
 def test_cluster_mode(image, tmp_path):

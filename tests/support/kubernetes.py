@@ -25,7 +25,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -91,12 +91,22 @@ class Image:
     environment: Mapping[str, str]
     working_directory: str = "/opt/spark/work-dir"  # of Spark's image
 
-    def command(self, *options: str, writable: bool = False, environment: Mapping[str, str] | None = None) -> list[str]:
-        """Returns a command line that runs another command in the image. `options` are options of bubblewrap."""
+    def command(
+        self,
+        *options: str,
+        volumes: Sequence[str] = (),
+        writable: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> list[str]:
+        """Returns a command line that runs another command in the image.
+
+        `options` and `volumes` are options of bubblewrap. Those of the volumes come first, because the environment of
+        the tests may be below a volume, such as /tmp, and must be visible.
+        """
         spark = installed_pyspark()
         words = ["bwrap", "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
         words += ["--unshare-pid", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"]
-        words += ["--bind" if writable else "--ro-bind", str(self.root / "opt"), "/opt"]
+        words += ["--bind" if writable else "--ro-bind", str(self.root / "opt"), "/opt", *volumes]
         for name in ("bin", "jars", "python"):
             words += ["--ro-bind", str(spark / name), f"/opt/spark/{name}"]
         for name in ("bin", "sbin", "lib", "lib64"):
@@ -148,7 +158,7 @@ def build_image(folder: Path, dockerfile: Path, context: Path) -> Image:
                     copy.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy(path, copy)
         elif kind == "RUN":
-            command = [*image.command("--tmpfs", "/tmp", writable=True), "sh", "-c", value]
+            command = [*image.command(volumes=["--tmpfs", "/tmp"], writable=True), "sh", "-c", value]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
             assert done.returncode == 0, f"RUN {value}\n{done.stdout}{done.stderr}"
     return image
@@ -327,7 +337,7 @@ class Cluster:
         assert spec["securityContext"]["runAsUser"] == USER
         assert container["securityContext"]["readOnlyRootFilesystem"]
         pod.folder.mkdir()
-        options = []
+        volumes = []
         for volume in spec["volumes"]:
             folder = pod.folder / volume["name"]
             folder.mkdir()
@@ -341,13 +351,14 @@ class Cluster:
                     (folder / item["path"]).write_text(data[item["key"]])
             for mount in container["volumeMounts"]:
                 if mount["name"] == volume["name"]:
-                    options += ["--bind" if writable else "--ro-bind", str(folder), mount["mountPath"]]
+                    volumes += ["--bind" if writable else "--ro-bind", str(folder), mount["mountPath"]]
         (pod.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in self._names(pod).items()))
-        options += ["--ro-bind", str(pod.folder / "hosts"), "/etc/hosts"]
+        options = ["--ro-bind", str(pod.folder / "hosts"), "/etc/hosts"]
         options += ["--unshare-uts", "--hostname", pod.name, "--chdir", self.image.working_directory]
         options += ["--remount-ro", "/"]
         environment = {one["name"]: _value(one, pod) for one in container["env"]}
-        command = self.image.command(*options, environment=environment | {"JDK_JAVA_OPTIONS": PLAIN_JVM_OPTIONS})
+        settings = environment | {"JDK_JAVA_OPTIONS": PLAIN_JVM_OPTIONS}
+        command = self.image.command(*options, volumes=volumes, environment=settings)
         with (pod.folder / "log").open("wb") as log:
             pod.process = subprocess.Popen(
                 [*command, *_entrypoint(container["args"], environment)],
