@@ -8,7 +8,6 @@ folder takes 4 GB.
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import platform
 import re
@@ -20,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from support.checkout import copy_checkout
 from support.waiting import eventually
 
-ROOT = Path(__file__).parents[2]
 CHECKOUT = "/root/stagecrew"
 
 #: The newest Python that stagecrew supports, and the release of Debian that has it.
@@ -65,20 +64,6 @@ def copy_into(root: Path, *paths: str) -> None:
             shutil.copytree(path, target, dirs_exist_ok=True)
         elif os.path.exists(path):
             shutil.copy(path, target)
-
-
-def copy_checkout(target: Path) -> None:
-    """Copies the checkout without what git ignores. (In CI the checkout has no git history.)"""
-    patterns = [".git", *(line.strip("/") for line in (ROOT / ".gitignore").read_text().split())]
-
-    def ignored(folder: str, names: list[str]) -> set[str]:
-        inside = Path(folder).relative_to(ROOT)
-        return {
-            name for name in names for one in patterns
-            if fnmatch.fnmatch(name, one) or fnmatch.fnmatch(str(inside / name), one)
-        }  # fmt: skip
-
-    shutil.copytree(ROOT, target, ignore=ignored)
 
 
 class Debian:

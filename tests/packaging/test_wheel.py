@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from stagecrew.spark_version import SPARK_LINES
-from support.installed import ROOT, Installed, artifact
+from support.checkout import ROOT
+from support.installed import Installed, artifact
 
 pytestmark = [pytest.mark.wheel, pytest.mark.timeout(900)]
 

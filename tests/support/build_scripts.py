@@ -7,9 +7,9 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["ROOT", "load_build_script", "load_script"]
+from support.checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
+__all__ = ["load_build_script", "load_script"]
 
 
 def load_build_script(name: str) -> ModuleType:

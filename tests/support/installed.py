@@ -9,11 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.checkout import ROOT
 from support.sessions import QUICK_JVM_OPTIONS
 
-__all__ = ["ROOT", "Installed", "artifact"]
-
-ROOT = Path(__file__).parents[2]
+__all__ = ["Installed", "artifact"]
 
 
 def artifact(pattern: str) -> Path:

@@ -31,14 +31,13 @@ from typing import Any, Final
 
 from dockerfile_parse import DockerfileParser
 
+from support.checkout import ROOT, copy_checkout
 from support.processes import terminate
 from support.sessions import PLAIN_JVM_OPTIONS
 from support.spark_home import installed_pyspark
 from support.waiting import eventually
 
 __all__ = ["Cluster", "Image", "Pod", "build_image", "build_wheel", "cluster"]
-
-ROOT: Final = Path(__file__).parents[2]
 
 #: The numeric user and group `spark` of Spark's images.
 USER: Final = 185
@@ -67,15 +66,12 @@ else:
 def build_wheel(folder: Path) -> Path:
     """Builds stagecrew's wheel with the jars of the checkout."""
     source = folder / "source"
-    scripts = [str(path.relative_to(ROOT)) for path in ROOT.glob("build/*.py")]
-    for name in ("python", *scripts, "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, source / name)
-    for jar in source.glob("python/stagecrew/jars/*.jar"):
-        jar.touch()  # the build does not compile jars that are newer than the sources
+    copy_checkout(source)
+    jars = source / "python/stagecrew/jars"
+    jars.mkdir()
+    # With their new dates, the jars are newer than the sources, so the build does not compile them.
+    for jar in (ROOT / "python/stagecrew/jars").glob("*.jar"):
+        shutil.copyfile(jar, jars / jar.name)
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from support.build_scripts import ROOT, load_script
+from support.build_scripts import load_script
+from support.checkout import ROOT
 
 __all__ = ["SCRIPT", "bootstrap"]
 

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -62,7 +63,6 @@ def executor_jvms(spark: SparkSession) -> list[int]:
     def jvm(_):
         import psutil
 
-        time.sleep(0.2)  # so that each executor runs some of the tasks
         yield next(one.pid for one in psutil.Process().parents() if one.name() == "java")
 
     return spark.sparkContext.parallelize(range(16), 16).mapPartitions(jvm).distinct().collect()
@@ -74,18 +74,24 @@ def executor_ids(spark: SparkSession) -> set[str]:
     return {ids.apply(i) for i in range(ids.size())}
 
 
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Waits at most a minute until the condition is true."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"not within a minute: {what}"
+        time.sleep(0.05)
+
+
 def main() -> None:
     spark = stagecrew.configure(SparkSession.builder.appName("crew")).getOrCreate()
     crew = stagecrew.crew(spark)
     recorder = Recorder(JOURNAL)
-
-    def slow(batches):
-        time.sleep(0.5)
-        yield from batches
+    # Spark gives the first tasks of a stage to the executors in turn, so both run some tasks of each stage.
+    wait_until(lambda: len(executor_ids(spark)) == 2, "both executors are registered")
 
     with crew.topology("work", listeners=[recorder]) as topology:
         counts = spark.range(0, 1000, 1, 4).selectExpr("id % 10 as key").groupBy("key").count()
-        rows = counts.mapInArrow(slow, counts.schema).collect()
+        rows = counts.mapInArrow(lambda batches: batches, counts.schema).collect()
         budget = topology.coordinate("budget", Budget)
         granted = budget.map(spark.range(0, 400, 1, 4), work, "calls long").groupBy().sum().first()[0]
     work_report = topology.report
@@ -94,7 +100,6 @@ def main() -> None:
         mapped = spark.sparkContext.accumulator(0)
 
         def pairs(numbers):
-            time.sleep(0.5)  # so that both executors run some of the tasks
             for number in numbers:
                 mapped.add(1)
                 yield number % 8, number
@@ -104,10 +109,8 @@ def main() -> None:
         jvms = executor_jvms(spark)
         executors = executor_ids(spark)
         os.kill(jvms[0], signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while executors <= executor_ids(spark):  # until then, tasks read the files of the lost executor
-            assert time.monotonic() < deadline, "the driver does not notice within a minute that an executor is lost"
-            time.sleep(0.1)
+        # Until then, tasks read the files of the lost executor.
+        wait_until(lambda: not executors <= executor_ids(spark), "the driver notices that an executor is lost")
         after = sums.collectAsMap()
     loss_report = topology.report
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,8 @@ from types import ModuleType
 import pytest
 
 from stagecrew.spark_version import SPARK_LINES
-from support.build_scripts import ROOT, load_build_script
+from support.build_scripts import load_build_script
+from support.checkout import copy_checkout
 
 
 @pytest.fixture
@@ -98,14 +98,7 @@ def test_there_is_a_compatibility_file_for_each_supported_version(jar_build: Mod
 def test_pip_names_the_missing_part_before_it_downloads_anything(tmp_path: Path) -> None:
     """Without PySpark or a JDK, a build from the sources ends with one sentence. pip has no access to an index here."""
     sources, environment = tmp_path / "sources", tmp_path / "environment"
-    for name in ("python", "jvm-shim/src", "build", "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
-        if (ROOT / name).is_file():
-            shutil.copy(ROOT / name, sources)
-        else:
-            unwanted = shutil.ignore_patterns(
-                "spark-*", "peers", "hadoop", ".stamps", "jars", "__pycache__", "sbt-launch*"
-            )
-            shutil.copytree(ROOT / name, sources / name, ignore=unwanted)
+    copy_checkout(sources)
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
 
     def pip(**variables: str) -> str:
