@@ -148,7 +148,7 @@ def _lost_features() -> Iterator[str]:
 
 def java() -> Check:
     """Checks the Java that Spark would start."""
-    install = f"install a JDK {JAVA} or newer (Debian and Ubuntu: apt-get install default-jdk-headless), or set JAVA_HOME to one"
+    install = f"install a JDK {JAVA} or newer (Debian: apt-get install default-jdk-headless), or set JAVA_HOME to one"
     home = os.environ.get("JAVA_HOME")
     command = str(Path(home, "bin", "java")) if home else shutil.which("java")
     if command is None or not Path(command).exists():
