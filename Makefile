@@ -18,7 +18,7 @@ ifdef JAVA_HOME  # sbt and the tests use the JDK that is on the PATH
 export PATH := $(JAVA_HOME)/bin:$(PATH)
 endif
 
-.PHONY: help setup lock jar jars wheel check format smoke test test-unit test-jvm test-spark test-matrix test-lowest test-long soak docs bench \
+.PHONY: help setup lock jar jars wheel lint check format smoke test test-unit test-jvm test-spark test-matrix test-lowest test-long soak docs bench \
   charts demo compat clean requirements
 
 help: ## list the targets
@@ -73,16 +73,18 @@ format: setup ## format the Python sources
 	$(BIN)/ruff format python tests
 	$(BIN)/ruff check --fix python tests
 
-check: setup ## check format, lint, types (also for macOS) and import layers, and run the unit tests: under two minutes
+lint: setup ## check format, lint, types (also for macOS) and import layers
 	$(BIN)/ruff format --check python tests
 	$(BIN)/ruff check python tests
 	$(BIN)/mypy
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
 
-smoke: setup ## run the unit tests, and one local session from its start to its end: under three minutes
-	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
+check: lint ## lint, and run the unit tests except the slow ones: under two minutes
+	$(BIN)/pytest -q tests/unit -m "not long and not slow" -n 2 --dist loadfile
+
+smoke: setup ## run the unit tests except the slow ones, and one local session from its start to its end: under three minutes
+	$(BIN)/pytest -q tests/unit -m "not long and not slow" -n 2 --dist loadfile
 	$(BIN)/pytest -q tests/spark/test_smoke.py
 
 test-unit: setup ## run the tests that need no Spark
@@ -112,12 +114,13 @@ test-spark: setup $(STAMPS)/classes $(STAMPS)/hadoop ## run the tests with real 
 	  -k "not standalone" --hide-proc
 
 test: setup ## run every test except the long seeded runs: under 20 minutes
-	$(MAKE) -j 2 --output-sync=target check-and-docs test-jvm $(STAMPS)/classes
+	$(MAKE) -j 2 --output-sync=target test-unit-and-docs test-jvm $(STAMPS)/classes
 	$(MAKE) test-spark
 
-.PHONY: check-and-docs
-check-and-docs: setup
-	$(MAKE) check
+.PHONY: test-unit-and-docs
+test-unit-and-docs: setup
+	$(MAKE) lint
+	$(MAKE) test-unit
 	$(MAKE) docs
 
 test-matrix: wheel $(OTHER_SPARKS:%=$(STAMPS)/classes-%) $(STAMPS)/hadoop ## test the wheel with each Spark, and run the contract tests with each other Spark: under 15 minutes; FULL=1 runs all tests

@@ -213,6 +213,7 @@ def test_a_local_master_runs_on_a_read_only_file_system(image):
         assert run(image, ["touch", f"{folder}/file"], volumes=volumes).returncode != 0, folder
 
 
+@pytest.mark.long
 def test_cluster_mode(image, tmp_path):
     """The command line on the page runs a driver and two executors, and Spark's objects match Kubernetes's schema.
 

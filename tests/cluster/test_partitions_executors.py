@@ -373,6 +373,7 @@ def large_shuffle(spark):
     return rows.flatMap(lambda _: [(i, os.urandom(1 << 20)) for i in range(16)]).groupByKey(2)
 
 
+@pytest.mark.long
 def test_outputs_that_migrate_during_the_exit_are_released_on_arrival(sessions, tmp_path):
     """Outputs that migrate between executors during the exit are released on arrival.
 

@@ -59,7 +59,8 @@ spark.stop()
 
 
 @pytest.mark.parametrize(
-    ("channel", "reuse"), [("auto", "true"), ("tcp", "true"), pytest.param("tcp", "false", marks=pytest.mark.long)]
+    ("channel", "reuse"),
+    [("auto", "true"), *(pytest.param("tcp", reuse, marks=pytest.mark.long) for reuse in ("true", "false"))],
 )
 def test_a_job_is_not_disturbed_by_another_user(tmp_path: Path, journal: Journal, channel: str, reuse: str) -> None:
     """With 2,000 hostile connections each task runs once, all listeners close, and few warnings are logged.

@@ -89,7 +89,7 @@ with_drawn_programs = given(
 NO_DEADLINE = settings(database=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-@settings(NO_DEADLINE, max_examples=100, derandomize=True)
+@settings(NO_DEADLINE, max_examples=40, derandomize=True)
 @with_drawn_programs
 def test_programs_give_the_same_results_at_any_kill(program, seed, kills):
     """A program gives the same results, rows and errors wherever its runs are killed, in any order of its threads."""

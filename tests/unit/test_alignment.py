@@ -321,6 +321,7 @@ class Readers:
         self.receive_all()
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_no_split_is_given_earlier_than_the_drift_allows(data):

@@ -11,6 +11,8 @@ from stagecrew.operators.alignment import AlignmentCoordinator
 from stagecrew.testing import CoordinatorHarness
 from stagecrew.wire.serialization import pack
 
+pytestmark = pytest.mark.slow
+
 DRIFT, IDLE, TICK, GOAL = 10, 1.0, 0.2, 60
 #: How many event times each subtask reads in one batch.
 PACES = (1, 3, 4)

@@ -156,6 +156,7 @@ def test_a_server_that_begins_with_another_frame_gets_no_proof(server, connectin
     assert server.frames() == []
 
 
+@pytest.mark.slow
 def test_a_server_that_repeats_the_proof_of_another_connection_is_refused(server, connecting):
     """A recorded challenge proves nothing on a new connection, whose client has another nonce."""
     result = connecting(server)
@@ -174,6 +175,7 @@ def test_a_server_that_repeats_the_proof_of_another_connection_is_refused(server
     assert server.frames() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reply", [encode("WELCOME", body="{}"), b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9])
 def test_a_server_that_sends_something_else_is_refused(server, reply, connecting):
     """A server that welcomes every client, or speaks another protocol, gets only a nonce."""

@@ -50,6 +50,7 @@ def read(site: Path, page: str) -> str:
     return html.unescape((site / page).read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_pages_load_nothing_from_other_hosts(site):
     """No built page loads a script, style, font or picture from another host."""
     for page in site.rglob("*.html"):
@@ -61,6 +62,7 @@ def test_pages_load_nothing_from_other_hosts(site):
         assert not loaded, f"{page.name}: {loaded}"
 
 
+@pytest.mark.slow
 def test_the_configuration_page_lists_every_key(site):
     """The built configuration page contains the name and the description of each key."""
     text = re.sub(r"<[^>]+>", "", read(site, "reference/configuration.html"))
@@ -71,6 +73,7 @@ def test_the_configuration_page_lists_every_key(site):
     assert "spark.plugins                    stagecrew.StagecrewPlugin" in text
 
 
+@pytest.mark.slow
 def test_every_public_name_is_documented(site):
     """Every name in `stagecrew.__all__` is on the API page or the errors page and has a docstring."""
     api, errors = read(site, "reference/api.html"), read(site, "reference/errors.html")

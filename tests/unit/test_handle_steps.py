@@ -31,6 +31,8 @@ from support.handle_faults import (
     sqlite_world,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder():

@@ -20,6 +20,8 @@ from stagecrew.wire.frames import encode
 from support.operator_fakes import DroppingWire, FakeTopology
 from support.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 
 class CountsCheckpoints(stagecrew.Coordinator):
     """Counts the checkpoints that its instances were asked for."""

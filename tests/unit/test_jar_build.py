@@ -95,6 +95,7 @@ def test_there_is_a_compatibility_file_for_each_supported_version(jar_build: Mod
         assert f'val Line = "{line}"' in file.read_text()
 
 
+@pytest.mark.slow
 def test_pip_names_the_missing_part_before_it_downloads_anything(tmp_path: Path) -> None:
     """Without PySpark or a JDK, a build from the sources ends with one sentence. pip has no access to an index here."""
     sources, environment = tmp_path / "sources", tmp_path / "environment"

@@ -28,6 +28,8 @@ from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores.contract import Check, Create, Replace
 from support.simulated_jobs import Killed, SimDriver, World, assert_consistent, assert_final_state
 
+pytestmark = pytest.mark.slow
+
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
 
 

@@ -16,6 +16,8 @@ from stagecrew.recovery.leadership.fencing import HOLDER
 from stagecrew.recovery.stores.contract import Check
 from support.simulated_jobs import Killed, SimDriver, World, assert_consistent, assert_final_state
 
+pytestmark = pytest.mark.slow
+
 INDEX = st.integers(0, 2)
 JOBS = 5
 JOB = st.sampled_from([f"job-{number}" for number in range(JOBS)])

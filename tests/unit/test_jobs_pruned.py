@@ -35,6 +35,8 @@ from support.simulated_jobs import (
     reconciler_module,
 )
 
+pytestmark = pytest.mark.slow
+
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
 OTHER = JobSpec("job-0.py", ("otherwise",), {}, {}, b"", 50)
 

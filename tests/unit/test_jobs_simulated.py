@@ -4,6 +4,8 @@ import pytest
 
 from support.simulated_jobs import World, assert_final_state
 
+pytestmark = pytest.mark.slow
+
 
 def run_schedule(seed):
     """Runs one random schedule to its end, and checks the final state."""

@@ -131,6 +131,7 @@ def test_sampling_takes_at_most_a_thousandth_of_a_core(server: FakeServer, idle:
     sampler.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_the_daemon_identifies_itself_and_sends_samples_of_its_workers(kind: str, tmp_path: Path, idle: int) -> None:
     """The daemon proves that it knows the token, and then sends one frame per round, without ever waiting."""

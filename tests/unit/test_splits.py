@@ -24,6 +24,7 @@ class SlowEnumerator:
         return ["h"]
 
 
+@pytest.mark.slow
 def test_a_restored_coordinator_reads_a_slow_enumerator_again():
     """After a restore, the splits that were assigned before are enumerated again over several short requests."""
     with CoordinatorHarness(lambda context: SplitCoordinator(context, SlowEnumerator(), 1.2)) as harness:
@@ -49,6 +50,7 @@ def timed_request(task, request):
     return reply
 
 
+@pytest.mark.slow
 def test_a_slow_enumerator_with_locations():
     """A slow enumerator does not fail its operator during read-ahead, as long as each request gets a split in time."""
     with CoordinatorHarness(lambda context: SplitCoordinator(context, SlowEnumerator(), 1.2)) as harness:

@@ -300,6 +300,7 @@ def test_values_about_the_size_of_a_piece():
         assert functions[0]() == 7
 
 
+@pytest.mark.slow
 def test_memory_of_the_driver():
     """During 200 steps with values of 4 MB, the driver's memory stays below 40 MiB."""
     with harness_of() as harness:
