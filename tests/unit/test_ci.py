@@ -76,7 +76,10 @@ def test_a_checkout_with_another_name_is_tested_in_a_copy_named_stagecrew(tmp_pa
     assert "as edited" in output
     assert "untracked.txt" not in output
     assert "deleted.txt" not in output
-    assert result.stderr == "a warning\n"
+    assert result.stderr == 2 * "a warning\n"
+    assert [line for line in output if line.startswith("make ")] == [
+        f"make test in {copy}", f"make test-matrix in {copy}",
+    ]  # fmt: skip
     assert not copy.parent.exists()
     assert not (checkout / "built").exists()
 
@@ -99,8 +102,8 @@ def test_the_script_fails_when_the_tests_fail(tmp_path: Path, name: str) -> None
 
 
 def test_what_the_tests_need_is_installed_before_them(tmp_path: Path) -> None:
-    """The script first runs `bootstrap` for `make test`. If that fails, the script fails and runs no test."""
+    """The script first runs `bootstrap` for both targets of `make`. If that fails, the script fails and runs no test."""
     result = run_script(tmp_path / "first" / "stagecrew")
-    assert result.stdout.startswith(f"bootstrap --for test\nmake test in {tmp_path}")
+    assert result.stdout.startswith(f"bootstrap --for test test-matrix\nmake test in {tmp_path}")
     result = run_script(tmp_path / "second" / "stagecrew", bootstrap_status=1)
-    assert (result.returncode, result.stdout) == (1, "bootstrap --for test\n")
+    assert (result.returncode, result.stdout) == (1, "bootstrap --for test test-matrix\n")
