@@ -132,6 +132,15 @@ def sqlite(tmp_path: Path) -> Trial:
     )
 
 
+@contextlib.contextmanager
+def iceberg_table(properties: dict[str, str]) -> Iterator[Any]:
+    """The table of an Iceberg trial. Its catalogue is open until the end, and then closed."""
+    from pyiceberg.catalog import load_catalog
+
+    with contextlib.closing(load_catalog("default", **properties)) as catalog:
+        yield catalog.load_table("db.target")
+
+
 def iceberg(tmp_path: Path, uri: str = "") -> Trial:
     from pyiceberg.catalog import load_catalog
 
@@ -144,12 +153,17 @@ def iceberg(tmp_path: Path, uri: str = "") -> Trial:
         catalog.create_namespace_if_not_exists("db")
         catalog.create_table("db.target", SCHEMA)
 
-    def table() -> Any:
-        with contextlib.closing(load_catalog("default", **properties)) as catalog:
-            return catalog.load_table("db.target")
+    def state() -> Any:
+        with iceberg_table(properties) as table:
+            return table.metadata_location, file_lister(tmp_path / "warehouse" / "db" / "target" / "data")()
 
-    def leftovers():
-        known = {task.file.file_path.removeprefix("file://") for task in table().scan().plan_files()}
+    def visible() -> list[tuple[int, str]]:
+        with iceberg_table(properties) as table:
+            return [(row["id"], row["text"]) for row in table.scan().to_arrow().to_pylist()]
+
+    def leftovers() -> list[str]:
+        with iceberg_table(properties) as table:
+            known = {task.file.file_path.removeprefix("file://") for task in table.scan().plan_files()}
         return [
             name
             for name in files(tmp_path / "warehouse")
@@ -159,10 +173,10 @@ def iceberg(tmp_path: Path, uri: str = "") -> Trial:
     return Trial(
         lambda: IcebergSink("db.target", properties=properties),
         FileCommitLog(tmp_path / "log"),
-        lambda: [(row["id"], row["text"]) for row in table().scan().to_arrow().to_pylist()],
+        visible,
         leftovers,
         watch_iceberg,
-        lambda: (table().metadata_location, file_lister(tmp_path / "warehouse" / "db" / "target" / "data")()),
+        state,
     )
 
 

@@ -19,6 +19,7 @@ from pyspark.sql import functions as f
 from stagecrew.files import list_files
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
 from support.journal import Journal
+from support.local_sinks import iceberg_table
 
 # Executors cannot import the tests, so the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -48,10 +49,10 @@ class SinkTarget:
             from pyiceberg.types import LongType, NestedField, StringType
 
             self.conf = {"type": "sql", "uri": f"sqlite:///{folder}/c.db", "warehouse": f"file://{folder}/w"}
-            catalog = load_catalog("default", **self.conf)
-            catalog.create_namespace_if_not_exists("db")
             fields = NestedField(1, "id", LongType()), NestedField(2, "text", StringType())
-            catalog.create_table("db.target", Schema(*fields))
+            with contextlib.closing(load_catalog("default", **self.conf)) as catalog:
+                catalog.create_namespace_if_not_exists("db")
+                catalog.create_table("db.target", Schema(*fields))
 
     def sink(self) -> Any:
         if self.name == "postgresql":
@@ -104,18 +105,14 @@ class SinkTarget:
             except FileNotFoundError:
                 table = None
         else:
-            table = self._table().scan().to_arrow()
+            with iceberg_table(self.conf) as iceberg:
+                table = iceberg.scan().to_arrow()
         return sorted((row["id"], row["text"]) for row in table.to_pylist()) if table is not None else []
 
     def _committed(self) -> Any:
         if self.name == "s3":
             return read_committed(f"bucket/{self.own_name}", self.server)
         return read_committed(self.folder / "objects")
-
-    def _table(self) -> Any:
-        from pyiceberg.catalog import load_catalog
-
-        return load_catalog("default", **self.conf).load_table("db.target")
 
     def leftovers(self) -> list[str]:
         """Returns the names of staged files or tables that no committed data uses."""
@@ -140,7 +137,8 @@ class SinkTarget:
             with contextlib.suppress(FileNotFoundError):
                 names -= set(self._committed().files)
             return sorted(names)
-        known = {task.file.file_path.removeprefix("file://") for task in self._table().scan().plan_files()}
+        with iceberg_table(self.conf) as table:
+            known = {task.file.file_path.removeprefix("file://") for task in table.scan().plan_files()}
         return sorted(file for file in self._files("w") if "/stagecrew-" in file and file not in known)
 
 

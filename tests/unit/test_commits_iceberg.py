@@ -16,17 +16,15 @@ from stagecrew.operators.commits import abandon, commit, resume
 from stagecrew.operators.sinks import IcebergSink
 from support.commit_trials import SCHEMA, SEED, Driver, Killed, SinkWrapper, Tasks, moments_without_faults
 from support.commits import CallsBefore, FailingLog, commit_and_restore_old_log, trials_in
-from support.local_sinks import files, iceberg
+from support.local_sinks import files, iceberg, iceberg_table
 
 
 @pytest.mark.parametrize("nullable", [True, False])
 def test_a_nullable_column_is_refused_if_the_table_requires_values(tmp_path, nullable):
     """A nullable column is refused before any task runs if the table requires values. Other columns are accepted."""
-    from pyiceberg.catalog import load_catalog
-
     trial = iceberg(tmp_path)
     sink = trial.make_sink()
-    with load_catalog("default", **sink._properties).load_table("db.target").update_schema(True) as update:
+    with iceberg_table(sink._properties) as table, table.update_schema(True) as update:
         update.update_column("id", required=True)
     schema = pa.schema([pa.field("id", pa.int64(), nullable), ("text", pa.string())])
     batch = pa.record_batch({"id": [7], "text": ["a"]}, schema=schema)
@@ -80,12 +78,9 @@ def test_a_reader_sees_no_row_before_the_catalogue_commits(tmp_path, monkeypatch
 
 def test_a_partitioned_table_is_refused(tmp_path):
     """A partitioned table is refused before any task runs. The error suggests an alternative."""
-    from pyiceberg.catalog import load_catalog
-
     trial = iceberg(tmp_path)
     sink = trial.make_sink()
-    table = load_catalog("default", **sink._properties).load_table("db.target")
-    with table.update_spec() as update:
+    with iceberg_table(sink._properties) as table, table.update_spec() as update:
         update.add_identity("text")
     with pytest.raises(
         CommitFailed, match="db.target is partitioned.*unpartitioned tables only: Spark's own writer for"
@@ -126,9 +121,7 @@ def test_iceberg_adds_rows_once_if_another_driver_commits_first(tmp_path):
 
 def rename(sink, old, new):
     """Renames a column, so that the table refuses the rows. Renaming it back makes the table accept them again."""
-    from pyiceberg.catalog import load_catalog
-
-    with load_catalog("default", **sink._properties).load_table("db.target").update_schema() as update:
+    with iceberg_table(sink._properties) as table, table.update_schema() as update:
         update.rename_column(old, new)
 
 
@@ -200,11 +193,8 @@ def test_iceberg_never_deletes_visible_files_on_a_refusal(tmp_path, release_afte
 
 def expire(trial, commit_id):
     """Makes a later commit, and then expires the snapshot of the given commit, as table maintenance does."""
-    from pyiceberg.catalog import load_catalog
-
     trial.drive(Driver(), Tasks(2), "later")
-    with contextlib.closing(load_catalog("default", **trial.make_sink()._properties)) as catalog:
-        table = catalog.load_table("db.target")
+    with iceberg_table(trial.make_sink()._properties) as table:
         (id_,) = [
             snapshot.snapshot_id
             for snapshot in table.snapshots()
