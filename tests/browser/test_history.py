@@ -26,6 +26,7 @@ from support.event_logs import CLASS, application, example_events, listener, ope
 from support.journal import Journal
 from support.processes import kill
 from support.sessions import Sessions
+from support.spark_versions import SENDS_SECURITY_POLICY
 from support.waiting import eventually
 from support.web_pages import THEMES, fetch_json, set_theme, table_rows
 
@@ -302,6 +303,7 @@ def test_the_page_says_which_states_a_capped_log_leaves_out(
     assert report.jobs == 3
 
 
+@pytest.mark.skipif(not SENDS_SECURITY_POLICY, reason="this Spark has no content security policy")
 def test_the_history_server_sends_the_security_policy(applications: Applications, history: str) -> None:
     """Each page has Spark's content security policy."""
     for path in ("", "topology/?id=application", "processes/", "jobs/"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 
-__all__ = ["HAS_ARROW_UDF", "HAS_IDLE_WORKER_LIMIT", "LEAKS_SOCKETS", "SPARK"]
+__all__ = [
+    "HAS_ARROW_UDF", "HAS_DARK_THEME", "HAS_IDLE_WORKER_LIMIT", "LEAKS_SOCKETS", "SENDS_SECURITY_POLICY", "SPARK",
+]  # fmt: skip
 
 #: The installed version, as major and minor.
 SPARK = tuple(map(int, importlib.metadata.version("pyspark").split(".")[:2]))
@@ -17,3 +19,9 @@ HAS_ARROW_UDF = SPARK >= (4, 1)
 
 #: `spark.python.factory.idleWorkerMaxPoolSize` exists.
 HAS_IDLE_WORKER_LIMIT = SPARK >= (4, 1)
+
+#: Spark's pages have a dark theme.
+HAS_DARK_THEME = SPARK >= (4, 2)
+
+#: Spark's pages have a content security policy.
+SENDS_SECURITY_POLICY = SPARK >= (4, 2)

@@ -11,10 +11,12 @@ from typing import Any
 from playwright.sync_api import Browser, Page, Playwright
 
 from support.requirements import bootstrap
+from support.spark_versions import HAS_DARK_THEME
 
 __all__ = ["THEMES", "checked_page", "fetch_json", "launch_browser", "set_theme", "table_rows"]
 
-THEMES = ("light", "dark")
+#: The themes of Spark's pages.
+THEMES = ("light", "dark") if HAS_DARK_THEME else ("light",)
 ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
