@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 
 __all__ = [
-    "HAS_ARROW_UDF", "HAS_DARK_THEME", "HAS_IDLE_WORKER_LIMIT", "LEAKS_SOCKETS", "SENDS_SECURITY_POLICY", "SPARK",
+    "HAS_ARROW_UDF", "HAS_DARK_THEME", "HAS_IDLE_WORKER_LIMIT", "INTERRUPTIONS", "LEAKS_SOCKETS", "SENDS_SECURITY_POLICY", "SPARK",
 ]  # fmt: skip
 
 #: The installed version, as major and minor.
@@ -16,6 +16,9 @@ LEAKS_SOCKETS = SPARK < (4, 2)
 
 #: `pyspark.sql.functions.arrow_udf` exists.
 HAS_ARROW_UDF = SPARK >= (4, 1)
+
+#: What PySpark's handler of Ctrl-C may raise. Older handlers do not catch the errors of their own call to the JVM.
+INTERRUPTIONS = ("KeyboardInterrupt",) if SPARK >= (4, 2) else ("KeyboardInterrupt", "Py4JError")
 
 #: `spark.python.factory.idleWorkerMaxPoolSize` exists.
 HAS_IDLE_WORKER_LIMIT = SPARK >= (4, 1)
