@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 PYTHON ?= $(or $(shell command -v $(BIN)/python),python3)
 STAMPS := build/.stamps
 INSTALL := $(BIN)/uv pip install --quiet
-JAR_SOURCES := build/jar.py LICENSE NOTICE $(shell find jvm-shim/src/main python/stagecrew \
-	-name '*.scala' -o -name '*.java' -o -name '*.py' -o -path '*/resources/*' -type f 2>/dev/null)
+JAR_SOURCES := build/jar.py LICENSE NOTICE $(shell find jvm-shim/src/main python/stagecrew -path python/stagecrew/examples -prune -o \
+	\( -name '*.scala' -o -name '*.java' -o -name '*.py' -o -path '*/resources/*' \) -type f -print 2>/dev/null)
 JAR := $(STAMPS)/jar
 # The newest PySpark of each supported minor version. Development uses the newest one.
 SPARK := 4.3.0
@@ -144,7 +144,13 @@ test-lowest: $(STAMPS)/lowest $(STAMPS)/hadoop ## run the unit tests and the con
 	build/spark-lowest/bin/python -m pytest -q tests -m "contract and not long" -k "not standalone" -n 2 \
 	  --dist loadfile --no-loadscope-reorder
 
-test-long: setup $(STAMPS)/classes $(STAMPS)/hadoop ## run the long seeded runs, the longest file first, the third master, and the contract tests without /proc
+$(STAMPS)/pyright: pyproject.toml $(STAMPS)/venv
+	test -x build/pyright/bin/python || $(PYTHON) -m venv build/pyright
+	$(INSTALL) --python build/pyright/bin/python --group pyright
+	@touch $@
+
+test-long: setup $(STAMPS)/classes $(STAMPS)/hadoop $(STAMPS)/pyright ## run the long seeded runs, the longest file first, the third master, and the contract tests without /proc
+	build/pyright/bin/pyright --pythonpath $(BIN)/python tests/typing python/stagecrew/examples
 	$(BIN)/pytest -q tests -m "long and alone"
 	$(BIN)/pytest -q tests/spark/test_splits.py tests -m "long and not alone" -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/pytest -q tests -m "contract and not long" --hide-proc -n 2 --dist loadfile --no-loadscope-reorder

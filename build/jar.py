@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MAIN = ROOT / "jvm-shim" / "src" / "main"
 PACKAGE = ROOT / "python" / "stagecrew"
 JARS = PACKAGE / "jars"
+EXAMPLES = PACKAGE / "examples"
 
 SCALA_OPTIONS = (
     "-release:17", "-deprecation", "-feature", "-unchecked", "-Xlint", "-Wunused", "-Wdead-code", "-Werror",
@@ -111,6 +112,11 @@ def sources(line: str) -> "list[Path]":
     return sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".scala", ".java"))
 
 
+def modules() -> "list[Path]":
+    """Returns the Python modules of the package. The examples are no modules."""
+    return [path for path in PACKAGE.rglob("*.py") if EXAMPLES not in path.parents]
+
+
 def compiled(line: str, jars: Path) -> Path:
     """Compiles the sources, unless this was done before. Returns the folder of the classes."""
     files = sources(line)
@@ -143,10 +149,8 @@ def current(in_sdist: bool) -> "set[Path]":
     """
     found = set(JARS.glob(f"stagecrew-spark-*-{version()}.jar"))
     if not in_sdist:
-        kinds = (".scala", ".java", ".py")
-        newest = max(
-            path.stat().st_mtime for root in (MAIN, PACKAGE) for path in root.rglob("*") if path.suffix in kinds
-        )
+        shim = (path for path in MAIN.rglob("*") if path.suffix in (".scala", ".java"))
+        newest = max(path.stat().st_mtime for path in (*shim, *modules()))
         found = {path for path in found if path.stat().st_mtime >= newest}
     return found
 
@@ -157,7 +161,7 @@ def build(folder: Path) -> Path:
     line = spark_line(jars)
     classes = compiled(line, jars)
     entries = {str(path.relative_to(base)): path for base in (classes, MAIN / "resources") for path in base.rglob("*")}
-    entries |= {str(path.relative_to(PACKAGE.parent)): path for path in PACKAGE.rglob("*.py")}
+    entries |= {str(path.relative_to(PACKAGE.parent)): path for path in modules()}
     entries |= {f"META-INF/{name}": ROOT / name for name in ("LICENSE", "NOTICE")}
     manifest = (
         f"Manifest-Version: 1.0\r\nImplementation-Title: stagecrew\r\nImplementation-Version: {version()}\r\n"

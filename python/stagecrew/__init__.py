@@ -20,6 +20,9 @@ from stagecrew.listeners.resource import Resource, resource
 from stagecrew.observability.logs import StructuredFormatter
 
 if TYPE_CHECKING:
+    from stagecrew import operators as operators
+    from stagecrew import recovery as recovery
+    from stagecrew import testing as testing
     from stagecrew.coordination.checkpoints import Checkpoint
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.contract import Coordinator
@@ -96,7 +99,8 @@ _LAZY = {
     "read_committed": "operators",
     "spark_conf": "jar",
 }
-__getattr__ = _lazy_names(__name__, _LAZY, modules=("operators", "recovery", "testing"))
+if not TYPE_CHECKING:  # a type checker knows these names, and reports others
+    __getattr__ = _lazy_names(__name__, _LAZY, modules=("operators", "recovery", "testing"))
 
 
 def __dir__() -> list[str]:

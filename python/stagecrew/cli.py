@@ -17,6 +17,7 @@ from rich.text import Text
 from stagecrew._version import __version__
 from stagecrew.errors import ConfigurationError, StagecrewError
 from stagecrew.jar import jar_path, spark_conf
+from stagecrew.observability.console import table
 from stagecrew.observability.event_log import report
 from stagecrew.observability.logs import harmless
 from stagecrew.recovery import commands
@@ -197,6 +198,35 @@ def demo(database: str | None, output: Path, flights: int | None, master: str, a
         click.echo(json.dumps(comparison.as_json(), indent=2))
     if not comparison.same:
         raise click.exceptions.Exit(1)
+
+
+@main.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--all", "everything", is_flag=True, help="Copy all examples.")
+@click.option(
+    "--into",
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path(),
+    help="The folder for the copies (default: the current folder).",
+)
+def examples(names: tuple[str, ...], everything: bool, folder: Path) -> None:
+    r"""List the examples, or copy some of them into the current folder.
+
+    \b
+    stagecrew examples quickstart
+    python quickstart.py
+
+    A file that exists is not replaced, unless its content is the same.
+    """
+    from stagecrew.gallery import copy_examples, find_examples
+
+    found = find_examples()
+    if names or everything:
+        for path in copy_examples([one.name for one in found] if everything else names, folder):
+            click.echo(path)
+        return
+    Console(highlight=False).print(table(("name", "what it shows"), ((one.name, one.summary) for one in found)))
 
 
 main.add_command(report)

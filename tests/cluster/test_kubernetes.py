@@ -1,4 +1,4 @@
-"""Spark on Kubernetes with the files of conf/kubernetes and the command lines of docs/clusters/kubernetes.md.
+"""Spark on Kubernetes with the files of conf/kubernetes and the command lines of docs/deploy/kubernetes.md.
 
 No test uses a Kubernetes cluster: `support.kubernetes` simulates one.
 """
@@ -26,7 +26,7 @@ from support.spark_home import spark_home
 
 pytestmark = pytest.mark.timeout(600)
 
-PAGE = ROOT / "docs/clusters/kubernetes.md"
+PAGE = ROOT / "docs/deploy/kubernetes.md"
 JAR = "/opt/stagecrew/stagecrew.jar"  # as on the page
 
 APPLICATION = """

@@ -17,7 +17,7 @@ import stagecrew
 from support.journal import Journal
 
 TESTS = str(Path(__file__).parent.parent)
-PAGE = Path(__file__).parents[2] / "docs/clusters/local-and-standalone.md"
+PAGE = Path(__file__).parents[2] / "docs/deploy/local-and-standalone.md"
 
 QUIET = ["spark.ui.enabled=false", "spark.driver.host=127.0.0.1", "spark.driver.bindAddress=127.0.0.1"]
 CONF = [word for setting in QUIET for word in ("--conf", setting)]

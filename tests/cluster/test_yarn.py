@@ -18,7 +18,7 @@ import stagecrew
 from support.yarn_cluster import YarnCluster, yarn_cluster
 
 SUPPORT = Path(__file__).parents[1] / "support"
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "python/stagecrew/examples"
 pytestmark = [pytest.mark.long, pytest.mark.contract, pytest.mark.timeout(600)]
 
 

@@ -43,7 +43,7 @@ def test_the_examples_of_the_readme_run(installed: Installed) -> None:
 
 def test_listeners_can_be_added_with_spark_submit(installed: Installed) -> None:
     """The command in the README adds a listener to a job that does not import stagecrew."""
-    installed.copy("docs/examples/audit.py", "docs/examples/plain_job.py")
+    installed.run("stagecrew", "examples", "audit", "plain_job")
     jar = installed.jar
     assert Path(jar).name.startswith(f"stagecrew-spark-{installed.line}_")
     done = installed.run(
@@ -86,7 +86,7 @@ def test_wheel_and_sdist_contain_the_same_files() -> None:
         name.removeprefix("python/"): content for name, content in files.items() if name.startswith("python/")
     } == package
     folders = {name.rpartition("/")[0] for name in files if not name.startswith(("python/", "jvm-shim/src/"))}
-    assert folders == {"", "build", "conf", "conf/kubernetes", "project"}
+    assert folders == {"", "build", "conf", "conf/grafana", "conf/kubernetes", "conf/prometheus", "project"}
     assert {name for name in files if name.startswith("build/")} == {
         f"build/{name}" for name in ("backend.py", "hatch_build.py", "jar.py", "readme.py", "requirements.txt", "sbt")
     }
@@ -122,7 +122,7 @@ def test_spark_35_is_refused_when_the_session_starts(tmp_path: Path) -> None:
     )
     refused = installed.run("python", "job.py", code=1).stderr
     assert "ConfigurationError: stagecrew supports Spark 4.0 to 4.3, and this is Spark 3.5." in refused
-    installed.copy("docs/examples/plain_job.py")
+    installed.run("stagecrew", "examples", "plain_job")
     jar = installed.run("stagecrew", "jar", "--spark", SPARK_LINES[0]).stdout.strip()
     plugin = ("--conf", "spark.plugins=stagecrew.StagecrewPlugin")
     done = installed.run("spark-submit", "--master", "local[1]", "--jars", jar, *plugin, "plain_job.py", code=1)
@@ -134,7 +134,8 @@ def test_spark_35_is_refused_when_the_session_starts(tmp_path: Path) -> None:
 def test_the_jar_contains_the_same_python_code_as_the_wheel(line: str) -> None:
     """Executors run the code of the jar, and the driver that of the wheel."""
     with zipfile.ZipFile(artifact("*.whl")) as archive:
-        wheel = {name: archive.read(name) for name in archive.namelist() if name.endswith(".py")}
+        modules = (name for name in archive.namelist() if name.endswith(".py") and "/examples/" not in name)
+        wheel = {name: archive.read(name) for name in modules}
         (jar,) = (name for name in archive.namelist() if f"/stagecrew-spark-{line}_" in name)
         with archive.open(jar) as file, zipfile.ZipFile(file) as inner:
             code = {name: inner.read(name) for name in inner.namelist() if name.endswith(".py")}

@@ -213,7 +213,7 @@ def test_the_example_stream_resumes_from_its_checkpoint(sessions, tmp_path):
     It returns each row once, and the sources of a batch stay within the drift.
     """
     spark = sessions.get(LOCAL)
-    example = runpy.run_path(str(Path(__file__).parents[2] / "docs/examples/aligned_stream.py"))
+    example = runpy.run_path(str(Path(__file__).parents[2] / "python/stagecrew/examples/aligned_stream.py"))
     spark.dataSource.register(example["Merged"])
     batches: dict[int, list[tuple[str, int]]] = {}
     everything = sorted((source, at) for source, (events, _) in example["SOURCES"].items() for at in events)

@@ -16,7 +16,7 @@ from support.sessions import QUICK_JVM_OPTIONS
 from support.spark_home import spark_home
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "docs/examples"
+EXAMPLES = ROOT / "python/stagecrew/examples"
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -59,7 +59,7 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def submitted(tmp_path_factory):
-    """A job submitted with the samples and, on the command line, the listener of docs/examples/audit.py."""
+    """A job submitted with the samples and, on the command line, the listener of python/stagecrew/examples/audit.py."""
     folder = tmp_path_factory.mktemp("submitted")
     done = submit(
         folder,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.docs_blocks import blocks
+from support.postgres import postgresql
 from support.sessions import QUICK_JVM_OPTIONS
 from support.spark_home import spark_home
 
@@ -24,7 +25,7 @@ PAGES = sorted(
     key=lambda page: ("spark.stop()" in page.read_text(encoding="utf-8"), page),
 )
 SUBMITTED = {"audit.py", "plain_job.py"}  # test_conf_samples runs these
-EXAMPLES = [path for path in sorted((DOCS / "examples").glob("*.py")) if path.name not in SUBMITTED]
+EXAMPLES = [path for path in sorted((ROOT / "python/stagecrew/examples").glob("*.py")) if path.name not in SUBMITTED]
 FILES = [*(str(path.relative_to(ROOT)) for path in [*PAGES, *EXAMPLES]), "docstrings"]
 
 
@@ -43,15 +44,24 @@ def outcomes(tmp_path_factory):
     }
     files = [name if name == "docstrings" else str(ROOT / name) for name in FILES]
     command = [sys.executable, "-P", str(ROOT / "tests/support/docs_blocks.py"), *files]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560, check=False
-    )
+    with postgresql() as server:
+        done = subprocess.run(
+            command, cwd=folder, env=environment | {"ORDERS_URL": server.url}, capture_output=True, text=True,
+            timeout=560, check=False,
+        )  # fmt: skip
     print(done.stderr[-20000:], file=sys.stderr)
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"file": ')]
+    problems, output, printed = {}, {}, []
+    for line in done.stdout.splitlines():
+        if line.startswith('{"file": '):
+            one = json.loads(line)
+            name = one["file"].removeprefix(f"{ROOT}/")
+            problems[name], output[name], printed = one["problem"], "\n".join(printed), []
+        else:
+            printed.append(line)
     return {
         "code": done.returncode,
-        "problems": {one["file"].removeprefix(f"{ROOT}/"): one["problem"] for one in found},
-        "output": done.stdout,
+        "problems": problems,
+        "output": output,
         "left": sorted(
             str(path.relative_to(folder)) for path in folder.rglob("*") if re.search("channel|scratch-", path.name)
         ),
@@ -65,6 +75,53 @@ def test_pages_and_examples_run(outcomes, name):
     assert outcomes["problems"][name] is None, outcomes["problems"][name]
 
 
+def test_pages_show_the_output_of_examples(outcomes):
+    """A block after `<!-- output: PATH -->` contains what this example prints."""
+    shown = {
+        block.output: block.code.strip()
+        for page in (ROOT / "docs").rglob("*.md")
+        for block in blocks(page.read_text(encoding="utf-8"), "console")
+        if block.output is not None
+    }
+    assert shown
+    for name, text in shown.items():
+        assert text in outcomes["output"][name], name
+
+
+#: Pages with shell blocks that run here, one after the other in an empty folder.
+SHELL_PAGES = {
+    str(page.relative_to(ROOT)): shell
+    for page in [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
+    if (
+        shell := [
+            block.code
+            for block in blocks(page.read_text(encoding="utf-8"), "sh", "shell")
+            if block.norun is None and block.test is None
+        ]
+    )
+}
+
+
+@pytest.mark.parametrize("name", SHELL_PAGES)
+def test_shell_blocks_run(name, tmp_path):
+    """The shell blocks of a page run in order, in an empty folder. None of their commands fails."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_", "STAGECREW_"))}
+    environment = {
+        **kept,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "_JAVA_OPTIONS": f"-XX:-UsePerfData {QUICK_JVM_OPTIONS}",
+        "SPARK_LOCAL_DIRS": str(tmp_path / "scratch"),
+    }
+    script = "\n".join(["set -euo pipefail", *SHELL_PAGES[name], "wait"])
+    work = tmp_path / "work"
+    work.mkdir()
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=work, env=environment, capture_output=True, text=True, timeout=200, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+
+
 def test_the_process_ends_without_errors_or_leftovers(outcomes):
     """After all pages and examples the process exits with 0, and no channel file or folder of a listener is left."""
     assert outcomes["code"] == 0
@@ -73,6 +130,6 @@ def test_the_process_ends_without_errors_or_leftovers(outcomes):
 
 def test_blocks_that_do_not_run_give_a_reason():
     """A block that is not run states a reason."""
-    for page in PAGES:
-        for block in blocks(page.read_text(encoding="utf-8")):
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]:
+        for block in blocks(page.read_text(encoding="utf-8"), "python", "sh", "shell"):
             assert block.norun is None or len(block.norun) > 10, f"{page}:{block.line}"

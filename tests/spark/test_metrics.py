@@ -55,7 +55,8 @@ def driver_gauges(spark: SparkSession) -> dict[str, int]:
     port = urlsplit(spark.sparkContext.uiWebUrl).port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics/json/") as response:
         all_gauges = json.load(response)["gauges"]
-    prefix = f"{spark.sparkContext.applicationId}.driver.{PLUGIN}."
+    namespace = spark.sparkContext.getConf().get("spark.metrics.namespace", spark.sparkContext.applicationId)
+    prefix = f"{namespace}.driver.{PLUGIN}."
     return {key.removeprefix(prefix): gauge["value"] for key, gauge in all_gauges.items() if key.startswith(prefix)}
 
 
@@ -86,6 +87,7 @@ def test_the_drivers_metrics_equal_the_sums_of_all_reports(sessions: Sessions, t
     conf = {
         "spark.metrics.conf": str(SAMPLE),
         "spark.metrics.conf.*.sink.csv.directory": str(tmp_path),
+        "spark.metrics.namespace": "spark",
         "spark.stagecrew.ui.retainedTopologies": "2",
     }
     spark = new_session(sessions, **conf)
@@ -109,11 +111,11 @@ def test_the_drivers_metrics_equal_the_sums_of_all_reports(sessions: Sessions, t
         assert "4 closed; the last 2 closed ones are listed" in response.read().decode()
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics/prometheus/") as response:
         text = response.read().decode()
-    name = "plugin_stagecrew_StagecrewPlugin_listeners_opens_Value"
-    found = re.findall(rf"^metrics_\S*_driver_{name}\S* (\d+)", text, re.MULTILINE)
+    name = "metrics_spark_driver_plugin_stagecrew_StagecrewPlugin_listeners_opens_Value"
+    found = re.findall(rf"^{name}\S* (\d+)", text, re.MULTILINE)
     opens = totals(reports)["listeners.opens"]
     assert found == [str(opens)]
-    key = f"{spark.sparkContext.applicationId}.driver.{PLUGIN}"
+    key = f"spark.driver.{PLUGIN}"
     assert jmx_value(spark, f"{key}.listeners.opens") == opens
     sessions.stop()  # the stop writes each sink once more
     lines = (tmp_path / f"{key}.listeners.opens.csv").read_text().splitlines()

@@ -330,7 +330,7 @@ def test_a_lambda_without_a_name_fails_the_action(cluster):
 
 def example(name: str) -> dict[str, Any]:
     """Loads an example of the documentation without running its main."""
-    return runpy.run_path(str(Path(__file__).parents[2] / "docs/examples" / f"{name}.py"))
+    return runpy.run_path(str(Path(__file__).parents[2] / "python/stagecrew/examples" / f"{name}.py"))
 
 
 def test_the_kmeans_example_gives_the_result_of_a_single_process(sessions):

@@ -4,7 +4,8 @@ If FILE is `docstrings`, it runs the examples that need Spark from the docstring
 of its own.
 
 The blocks of a page run in order in one namespace, as `__main__`. After a comment `<!-- raises: NAME -->`, the block
-must raise this error. After `<!-- norun: REASON -->`, the block does not run. All pages share a session `spark` and its
+must raise this error. After `<!-- norun: REASON -->`, the block does not run. `<!-- test: PATH::NAME -->` names another
+test that runs the block, and `<!-- output: PATH -->` the example that prints it. All pages share a session `spark` and its
 `crew`, except that a page that stops the session starts without one. The script prints one JSON line per file, with the
 file's name and its traceback or null.
 """
@@ -23,7 +24,10 @@ from typing import Any
 #: Arguments that make an example do less work.
 SHORTER = {"service.py": ["10"]}
 
-_BLOCK = re.compile(r"^(?:<!-- (raises|norun): ([^\n]+) -->\n)?```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^(?:<!-- (raises|norun|test|output): ([^\n]+) -->\n)?```(python|sh|shell|console)\b[^\n]*\n(.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,17 +36,19 @@ class Block:
 
     code: str
     line: int
-    raises: str | None
-    norun: str | None
+    raises: str | None = None
+    norun: str | None = None
+    test: str | None = None
+    output: str | None = None
 
 
-def blocks(text: str) -> list[Block]:
-    """Returns the Python blocks of a page, in order."""
+def blocks(text: str, *languages: str) -> list[Block]:
+    """Returns the blocks of a page in some languages (by default Python), in order."""
     found = []
     for match in _BLOCK.finditer(text):
-        markers = {match[1]: match[2]} if match[1] else {}
-        line = text.count("\n", 0, match.start(3)) + 1
-        found.append(Block(match[3], line, markers.get("raises"), markers.get("norun")))
+        if match[3] in (languages or ("python",)):
+            line = text.count("\n", 0, match.start(4)) + 1
+            found.append(Block(match[4], line, **({match[1]: match[2]} if match[1] else {})))
     return found
 
 

@@ -15,7 +15,21 @@ import pytest
 from support.requirements import SCRIPT, bootstrap
 
 ROOT = SCRIPT.parent
-PROGRAMS = ("make", "git", "ps", "mvn", "initdb", "chromium", "java", "javac", "ip", "debootstrap", "bwrap")
+PROGRAMS = (
+    "make",
+    "git",
+    "ps",
+    "mvn",
+    "initdb",
+    "chromium",
+    "java",
+    "javac",
+    "ip",
+    "debootstrap",
+    "bwrap",
+    "promtool",
+    "systemd-analyze",
+)
 
 
 class Machine:

@@ -17,8 +17,8 @@ from stagecrew.conf import PLUGIN
 from stagecrew.spark_version import SPARK_LINES, line_of
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs/clusters").glob("*.md"))
-PAGE = ROOT / "docs/clusters/kubernetes.md"
+PAGES = sorted(page for page in (ROOT / "docs/deploy").glob("*.md") if page.name != "enabling.md")
+PAGE = ROOT / "docs/deploy/kubernetes.md"
 TEMPLATE = ROOT / "conf/kubernetes/pod-template.yaml"
 DOCKERFILE = ROOT / "conf/kubernetes/Dockerfile"
 #: The oldest and the newest Kubernetes with which the template is checked.
@@ -129,6 +129,6 @@ def test_each_command_line_enables_the_plugin(page: Path) -> None:
 def test_pages_that_were_not_tried_say_so() -> None:
     """The pages for Kubernetes and managed platforms begin with a warning that nothing was run there."""
     for name in ("kubernetes", "managed-platforms"):
-        heading, _, rest = (ROOT / f"docs/clusters/{name}.md").read_text(encoding="utf-8").split("\n", 2)
+        heading, _, rest = (ROOT / f"docs/deploy/{name}.md").read_text(encoding="utf-8").split("\n", 2)
         assert heading.startswith("# ")
         assert rest.startswith('!!! warning "Not run')

@@ -93,8 +93,7 @@ def test_messages_in_the_troubleshooting_table_are_in_the_code():
     # In the code, messages are split over several lines and contain placeholders for values.
     code = re.sub(r"[\"']\s*\+?\s*[sf]?[\"']", "", "\n".join(path.read_text(encoding="utf-8") for path in sources))
     code = re.sub(r"\s+", " ", code)
-    page = (DOCS / "operations.md").read_text(encoding="utf-8").split("## Troubleshooting by message")[1]
-    page += (DOCS / "recovery.md").read_text(encoding="utf-8").split("## What each message means")[1]
+    page = (DOCS / "operate" / "troubleshooting.md").read_text(encoding="utf-8")
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert len(messages) > 10
     for message in messages:
@@ -109,11 +108,21 @@ def test_blocks_are_found_and_parse(page):
     text = page.read_text(encoding="utf-8")
     page_blocks = blocks(text)
     assert len(page_blocks) == len(re.findall(r"^\s*```\s*\{?\.?py", text, re.MULTILINE))
-    assert len([block for block in page_blocks if block.raises or block.norun]) == len(
-        re.findall(r"^<!-- (?:raises|norun): ", text, re.MULTILINE)
+    marked = [*page_blocks, *blocks(text, "sh", "shell", "console")]
+    assert len([one for one in marked if one.raises or one.norun or one.test or one.output]) == len(
+        re.findall(r"^<!-- (?:raises|norun|test|output): ", text, re.MULTILINE)
     )
     for block in page_blocks:
         ast.parse(block.code, str(page))
+
+
+def test_blocks_that_another_test_runs_name_a_test_that_exists():
+    """`<!-- test: PATH::NAME -->` names the file and the function of a test."""
+    for page in PAGES:
+        for block in blocks(page.read_text(encoding="utf-8"), "python", "sh", "shell", "console"):
+            if block.test is not None:
+                path, name = block.test.split("::")
+                assert f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{page}:{block.line}"
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
@@ -126,7 +135,12 @@ def test_relative_links_in_project_files_exist(page):
 
 def test_no_machine_paths():
     """No page, sample or example contains a path of the machine on which it was written."""
-    for path in [*PAGES, *(DOCS / "examples").iterdir(), *(ROOT / "conf").rglob("*"), ROOT / "mkdocs.yml"]:
+    for path in [
+        *PAGES,
+        *(ROOT / "python/stagecrew/examples").iterdir(),
+        *(ROOT / "conf").rglob("*"),
+        ROOT / "mkdocs.yml",
+    ]:
         if path.is_file():
             assert not re.search(r"/(?:home|root|work|tmp|Users)/", path.read_text(encoding="utf-8")), path
 
@@ -168,7 +182,7 @@ def test_each_line_of_the_table_of_versions_names_a_test_that_runs_with_each_ver
 def test_the_first_command_installs_the_wheel_of_this_version():
     """README, site and install page begin with the command that installs the wheel."""
     wheel = f'pip install "dist/stagecrew-{stagecrew.__version__}-py3-none-any.whl[spark]"'
-    for page in (ROOT / "README.md", DOCS / "index.md", DOCS / "guide" / "install.md"):
+    for page in (ROOT / "README.md", DOCS / "index.md", DOCS / "start" / "install.md"):
         first = re.search(r"^```sh\n(.*?)\n", page.read_text(encoding="utf-8"), re.MULTILINE)
         assert first is not None
         assert first[1] == wheel, page

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
 
 from stagecrew.coordination.bound_function import BoundFunction
 from stagecrew.errors import OperatorMisused, TopologyError
 from stagecrew.spark_version import arrow_schema
 from stagecrew.worker.evaluations import evaluate
-from stagecrew.worker.task_gateway import Bound
+from stagecrew.worker.task_gateway import Bound, TaskGateway
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,6 +24,7 @@ __all__ = ["Operator"]
 #: The column that carries a row's subtask below a bound function.
 SUBTASK: Final = "__stagecrew_subtask"
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -95,7 +96,7 @@ class Operator:
     def map(
         self,
         dataset: DataFrame,
-        work: Callable[[Any, Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]],
+        work: Callable[[TaskGateway, Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]],
         schema: StructType | str,
         name: str | None = None,
     ) -> DataFrame:
@@ -141,7 +142,7 @@ class Operator:
 
         return dataset.withColumn(SUBTASK, f.spark_partition_id()).mapInArrow(mapped, parsed)
 
-    def bind(self, work: Callable[..., R], name: str | None = None) -> Callable[..., R]:
+    def bind(self, work: Callable[Concatenate[TaskGateway, P], R], name: str | None = None) -> Callable[P, R]:
         """Binds a function for all other entry points of PySpark, such as UDFs, `applyInPandas` and RDDs.
 
         Its evaluations have no subtask, so `subtask_reset` is never called. If the function returns an iterator
@@ -163,7 +164,7 @@ class Operator:
             TopologyError: The topology is not running.
             CoordinatorFailed: A coordinator of the topology has failed.
         """
-        return BoundFunction(self.bound(work, subtask=None, name=name), work)
+        return cast("Callable[P, R]", BoundFunction(self.bound(work, subtask=None, name=name), work))
 
     def end(self) -> None:
         """Ends the operator's transient uses, and closes their coordinators."""

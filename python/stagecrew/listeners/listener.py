@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from stagecrew.errors import ConfigurationError
 from stagecrew.listeners.configured_names import note_names
@@ -163,7 +163,7 @@ class Listener:
 
     _stagecrew: Identity
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Records the class and the arguments, which identify the listener in other processes."""
         self = super().__new__(cls)
         object.__setattr__(self, "_stagecrew", Identity(f"{cls.__module__}:{cls.__qualname__}", args, kwargs, cls))
@@ -213,7 +213,7 @@ class Listener:
         """
         return contextlib.nullcontext()
 
-    def get(self) -> Any:
+    def get(self) -> Self:
         """Returns the open listener. Call it in a task.
 
         With `Scope.EXECUTOR` it is a pickled copy, because the listener is open in another process.
@@ -224,7 +224,7 @@ class Listener:
         Raises:
             ResourceNotOpen: The task is not running in a topology that has this listener.
         """
-        return resolve(self._stagecrew, listener_name(self))
+        return cast("Self", resolve(self._stagecrew, listener_name(self)))
 
 
 def _restore(identity: Identity, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -93,7 +93,7 @@ class Resource(Listener, Generic[T]):
         """The yielded value, in the process that opened the resource."""
         return cast(T, self._value)
 
-    def get(self) -> T:
+    def get(self) -> T:  # type: ignore[override]
         """Returns the yielded value. Call it in a task.
 
         With `Scope.EXECUTOR` it is a pickled copy: yield a port, a URL or a path.

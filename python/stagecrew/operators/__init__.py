@@ -59,7 +59,8 @@ _LAZY = {
     "read_committed": "sinks",
 }
 
-__getattr__ = lazy_names(__name__, _LAZY)
+if not TYPE_CHECKING:  # a type checker knows these names, and reports others
+    __getattr__ = lazy_names(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:

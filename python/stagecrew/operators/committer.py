@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from stagecrew.observability.notebook import amount, data_size, html_table, one_line
+
 __all__ = ["CommitReport", "Committer", "Message", "Staging"]
 
 #: A task's description of the data that it staged, as JSON values. The report adds up `rows` and `bytes`.
@@ -39,7 +41,7 @@ class Staging:
     mark: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class CommitReport:
     """The outcome of a commit whose rows are visible.
 
@@ -62,6 +64,22 @@ class CommitReport:
     rows: int
     bytes: int
     repeated: bool
+
+    def __repr__(self) -> str:
+        return one_line(
+            "commit",
+            self.commit_id,
+            (
+                amount(self.rows, "row"),
+                f"staged by {amount(self.parts, 'task')}",
+                data_size(self.bytes),
+                "repeated" if self.repeated else "",
+            ),
+        )
+
+    def _repr_html_(self) -> str:
+        fields = dataclasses.asdict(self)
+        return html_table("Commit", [name.replace("_", " ") for name in fields], [list(fields.values())])
 
 
 class Committer(Protocol):

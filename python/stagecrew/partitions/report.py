@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterable
 from typing import Any
 
 from stagecrew.errors import ConfigurationError, TopologyError
+from stagecrew.observability.notebook import amount, data_size, html_table, one_line
 
-__all__ = ["PartitionReport", "Release", "java_dataset", "policy"]
+__all__ = ["PartitionReport", "Release", "java_dataset", "partition_table", "policy"]
 
 
 class Release(enum.Enum):
@@ -28,7 +30,7 @@ class Release(enum.Enum):
     NONE = "none"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PartitionReport:
     """The partitions that a topology has stored on one executor.
 
@@ -55,6 +57,22 @@ class PartitionReport:
     released_bytes: int
     release_failures: int = 0
 
+    def __repr__(self) -> str:
+        return one_line(
+            "partitions",
+            self.topology,
+            (
+                f"executor {self.executor}",
+                f"{amount(self.outputs, 'output')} ({data_size(self.output_bytes)})" if self.outputs else "",
+                f"{amount(self.blocks, 'block')} ({data_size(self.block_bytes)})" if self.blocks else "",
+                f"{self.released:,} released ({data_size(self.released_bytes)})",
+                f"{self.release_failures:,} not released" if self.release_failures else "",
+            ),
+        )
+
+    def _repr_html_(self) -> str:
+        return html_table("Partitions", *partition_table((self,)))
+
     @classmethod
     def _from_json(cls, topology: str, executor: str, node: dict[str, int]) -> PartitionReport:
         """Reads the driver's JSON."""
@@ -70,6 +88,13 @@ class PartitionReport:
             released_bytes=node["releasedBytes"],
             release_failures=node.get("releaseFailures", 0),
         )
+
+
+def partition_table(reports: Iterable[PartitionReport]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """The columns and the rows of a table of reports."""
+    fields = dataclasses.fields(PartitionReport)
+    columns = tuple(field.name.replace("_", " ") for field in fields)
+    return columns, [tuple(getattr(one, field.name) for field in fields) for one in reports]
 
 
 def policy(release: Release | str) -> Release:

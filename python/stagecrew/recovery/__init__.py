@@ -26,7 +26,8 @@ _LAZY = {
     **dict.fromkeys(("Jobs", "open_jobs"), "jobs.store"),
 }
 
-__getattr__ = lazy_names(__name__, _LAZY)
+if not TYPE_CHECKING:  # a type checker knows these names, and reports others
+    __getattr__ = lazy_names(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:

@@ -13,16 +13,19 @@ from pyspark import SparkContext
 from stagecrew.errors import ConfigurationError, OperatorMisused
 from stagecrew.listeners.identity import RedefinedError, chosen
 from stagecrew.listeners.listener import Listener, listener_name
+from stagecrew.observability.notebook import one_line, public_names
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.partitions.report import PartitionReport, Release, policy
 from stagecrew.session.active_topologies import ActiveTopologies
 from stagecrew.session.application import APPLICATION, Application
 from stagecrew.session.connection import PluginConnection
 from stagecrew.session.registration import checked, class_names, description_frame, pickled
-from stagecrew.session.reports import TopologyReport
+from stagecrew.session.reports import TopologyReport, reports_table, topology_frame
 from stagecrew.session.topology import Topology
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from stagecrew.coordination.checkpoints import Checkpoint
     from stagecrew.coordination.operator import Operator
 
@@ -54,6 +57,21 @@ class Crew:
         ):
             context.pythonExec = sys.executable
         self._drain_before_stop()
+
+    def __repr__(self) -> str:
+        active = ", ".join(topology.name for topology in self.active)
+        parts = (
+            str(self.context.applicationId),
+            f"active: {active}" if active else "",
+            "" if self.running else "stopped",
+        )
+        return one_line("crew", str(self.context.appName), parts)
+
+    def _repr_html_(self) -> str:
+        return reports_table(repr(self), self.reports if self.running else [])
+
+    def __dir__(self) -> list[str]:
+        return public_names(self)
 
     @property
     def context(self) -> SparkContext:
@@ -97,6 +115,7 @@ class Crew:
         listeners: Iterable[Listener] = (),
         jvm_listeners: Iterable[str] = (),
         release: Release | str = Release.SHUFFLES,
+        progress: bool = False,
     ) -> Topology:
         """Creates a topology with these listeners. It begins with `with` or `start`.
 
@@ -106,6 +125,8 @@ class Crew:
                 last. The listeners of outer topologies are also open for its tasks.
             jvm_listeners: Names of classes that implement `stagecrew.TopologyListener`.
             release: Which of the topology's stored partitions are deleted when it ends: "shuffles", "all" or "none".
+            progress: Whether to show the topology's listeners, coordinators and partitions while it runs, on stderr or
+                in the notebook. The display is updated every second. It never fails the topology.
 
         Returns:
             The topology, which has not begun yet.
@@ -124,13 +145,29 @@ class Crew:
         every = checked(listeners)
         pickled(every)
         return Topology(
-            self.connection, self.topologies, self.commit_log, name, every, class_names(jvm_listeners), policy(release)
-        )
+            self.connection, self.topologies, self.commit_log, name, every, class_names(jvm_listeners),
+            policy(release), progress,
+        )  # fmt: skip
 
     @property
     def reports(self) -> list[TopologyReport]:
         """The reports of all topologies that the driver still knows. The application's report is first."""
         return self.connection.reports()
+
+    def reports_frame(self) -> pd.DataFrame:
+        """The reports of all topologies that the driver still knows, as a DataFrame of pandas.
+
+        Returns:
+            One row for each topology, the application first. Durations are in seconds, and sizes in bytes.
+
+        Raises:
+            NotActive: The session has stopped.
+
+        Examples:
+            frame = crew.reports_frame()
+            print(frame[["name", "seconds", "opens", "closes"]])
+        """
+        return topology_frame(self.reports)
 
     def partitions(self) -> list[PartitionReport]:
         """The partitions that topologies have stored on each executor, as the executors last reported them.

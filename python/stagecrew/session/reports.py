@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-from stagecrew.partitions.report import PartitionReport
+from stagecrew.observability.notebook import amount, data_size, duration, html_table, one_line
+from stagecrew.partitions.report import PartitionReport, partition_table
 
-__all__ = ["LatencySummary", "ListenerReport", "OperatorReport", "TopologyReport"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["LatencySummary", "ListenerReport", "OperatorReport", "TopologyReport", "reports_table", "topology_frame"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ListenerReport:
     """One listener of a topology on one executor.
 
@@ -36,8 +41,24 @@ class ListenerReport:
     close_seconds: float
     last_error: str
 
+    def __repr__(self) -> str:
+        return one_line(
+            "listener",
+            self.name,
+            (
+                f"executor {self.executor}",
+                amount(self.opens, "open"),
+                amount(self.closes, "close"),
+                amount(self.failures, "failure") if self.failures else "",
+                f"{self.lost:,} lost" if self.lost else "",
+            ),
+        )
 
-@dataclasses.dataclass(frozen=True)
+    def _repr_html_(self) -> str:
+        return html_table("Listener", *_listener_table((self,)))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class LatencySummary:
     """A summary of durations, in seconds: the count, percentiles with an error of at most 1/64, and the maximum.
 
@@ -54,13 +75,24 @@ class LatencySummary:
     p99: float
     max: float
 
+    def __repr__(self) -> str:
+        if not self.count:
+            return "<durations: none>"
+        median, slow, longest = map(duration, (self.p50, self.p99, self.max))
+        return f"<durations: {self.count:,}, p50 {median}, p99 {slow}, maximum {longest}>"
+
+    def _repr_html_(self) -> str:
+        names = ("p50", "p95", "p99", "max")
+        cells = [self.count, *(duration(getattr(self, name)) for name in names)]
+        return html_table("Durations", ("count", *names), [cells])
+
     @classmethod
     def _from_json(cls, node: dict[str, int]) -> LatencySummary:
         """Reads the driver's JSON."""
         return cls(node["count"], *(node[name] / 1e6 for name in ("p50", "p95", "p99", "max")))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class OperatorReport:
     """One use of an operator. `name` includes the number of the use: `"supersteps/1"`. A reset keeps the counts.
 
@@ -96,6 +128,22 @@ class OperatorReport:
     progress: dict[str, str]
     last_error: str
 
+    def __repr__(self) -> str:
+        return one_line(
+            "operator",
+            self.name,
+            (
+                self.state,
+                f"{self.live:,} live" if self.live else "",
+                f"{self.finished:,} finished",
+                f"{self.failed:,} failed" if self.failed else "",
+                f"waits for {self.waits_for}" if self.waits_for else "",
+            ),
+        )
+
+    def _repr_html_(self) -> str:
+        return html_table("Operator", *_operator_table((self,)))
+
     @classmethod
     def _from_json(cls, node: dict[str, Any]) -> OperatorReport:
         """Reads the driver's JSON."""
@@ -123,7 +171,7 @@ class OperatorReport:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TopologyReport:
     """The driver's knowledge of a topology. Executors report about once a second, and when the topology ends.
 
@@ -162,6 +210,38 @@ class TopologyReport:
     operators: tuple[OperatorReport, ...] = ()
     forgotten_executors: int = 0
     forgotten_operators: int = 0
+
+    def __repr__(self) -> str:
+        released = amount(self.released, "partition")
+        return one_line(
+            "topology",
+            self.name,
+            (
+                self.state,
+                amount(self.jobs, "job"),
+                amount(self.opens, "open"),
+                amount(self.closes, "close"),
+                amount(self.failures, "failure") if self.failures else "",
+                f"{self.lost:,} lost" if self.lost else "",
+                f"{released} released ({data_size(self.released_bytes)})" if self.released else "",
+                duration(self.seconds) if self.ended else "",
+            ),
+        )
+
+    def _repr_html_(self) -> str:
+        tables = [html_table(f"Topology {self.name}", *_topology_table((self,)))]
+        if self.listeners:
+            tables.append(html_table("Listeners", *_listener_table(self.listeners)))
+        if self.operators:
+            tables.append(html_table("Coordinators", *_operator_table(self.operators)))
+        if stored := [one for one in self.partitions if one.outputs or one.blocks or one.released]:
+            tables.append(html_table("Partitions", *partition_table(stored)))
+        return "".join(tables)
+
+    @property
+    def seconds(self) -> float:
+        """The time from the start of the topology to its end, or to now."""
+        return ((self.ended or dt.datetime.now(dt.UTC)) - self.started).total_seconds()
 
     @property
     def released(self) -> int:
@@ -250,3 +330,58 @@ class TopologyReport:
 
 def _time(milliseconds: int) -> dt.datetime:
     return dt.datetime.fromtimestamp(milliseconds / 1000, tz=dt.UTC)
+
+
+def topology_frame(reports: Iterable[TopologyReport]) -> pd.DataFrame:
+    """The reports as a DataFrame of pandas, with one row for each topology."""
+    import pandas as pd
+
+    columns, rows = _topology_table(reports)
+    return pd.DataFrame([list(row) for row in rows], columns=[column.replace(" ", "_") for column in columns])
+
+
+def reports_table(title: str, reports: Iterable[TopologyReport]) -> str:
+    """The reports as an HTML table."""
+    return html_table(title, *_topology_table(reports))
+
+
+def _topology_table(reports: Iterable[TopologyReport]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    columns = (
+        "id", "name", "kind", "state", "started", "ended", "seconds", "jobs",
+        "opens", "closes", "failures", "lost", "open seconds", "close seconds", "operators",
+        "released", "released bytes", "release failures", "lost executors", "unclosed",
+    )  # fmt: skip
+    rows = [
+        (
+            one.id, one.name, one.kind, one.state, one.started, one.ended, one.seconds, one.jobs,
+            one.opens, one.closes, one.failures, one.lost,
+            sum(listener.open_seconds for listener in one.listeners),
+            sum(listener.close_seconds for listener in one.listeners),
+            len(one.operators) + one.forgotten_operators,
+            one.released, one.released_bytes, one.release_failures,
+            len(one.lost_executors) + one.forgotten_executors, len(one.unclosed),
+        )
+        for one in reports
+    ]  # fmt: skip
+    return columns, rows
+
+
+def _listener_table(listeners: Iterable[ListenerReport]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    columns = tuple(field.name.replace("_", " ") for field in dataclasses.fields(ListenerReport))
+    return columns, [tuple(getattr(one, field.name) for field in dataclasses.fields(one)) for one in listeners]
+
+
+def _operator_table(operators: Iterable[OperatorReport]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    columns = (
+        "name", "kind", "state", "live", "finished", "failed", "abandoned", "resets", "requests", "replies p99",
+        "events in", "events out", "queued", "progress", "waits for", "last error",
+    )  # fmt: skip
+    rows = [
+        (
+            one.name, one.kind, one.state, one.live, one.finished, one.failed, one.abandoned, one.resets, one.requests,
+            duration(one.replies.p99) if one.replies.count else "",
+            one.events_in, one.events_out, one.queued, one.progress, one.waits_for, one.last_error,
+        )
+        for one in operators
+    ]  # fmt: skip
+    return columns, rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import html
 import logging
 import sys
 import time
@@ -16,6 +17,7 @@ from stagecrew.coordination.program_path import PLACE, Place, current_place
 from stagecrew.errors import ConfigurationError, TopologyError
 from stagecrew.listeners.listener import Listener
 from stagecrew.observability.error_summary import error_line
+from stagecrew.observability.notebook import public_names
 from stagecrew.partitions.report import PartitionReport, Release, java_dataset
 from stagecrew.session.registration import description_frame
 from stagecrew.session.reports import TopologyReport
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from stagecrew.operators.commit_log import CommitLog
     from stagecrew.session.active_topologies import ActiveTopologies
     from stagecrew.session.connection import PluginConnection
+    from stagecrew.session.progress import Progress
 
 __all__ = ["Topology"]
 
@@ -78,6 +81,7 @@ class Topology(TopologyOperators):
         listeners: Sequence[Listener],
         jvm_listeners: Sequence[str],
         release: Release = Release.SHUFFLES,
+        progress: bool = False,
     ) -> None:
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"the name of a topology must be a text that is not empty, not {name!r}")
@@ -87,10 +91,22 @@ class Topology(TopologyOperators):
         self.release = release
         self._listeners, self._jvm_listeners = tuple(listeners), tuple(jvm_listeners)
         self._failure_raised = False
+        self._shows_progress = progress
+        self._progress: Progress | None = None
         self._last_report: TopologyReport | None = None
 
     def __repr__(self) -> str:
         return f"<topology {self.name!r} ({self._state})>"
+
+    def _repr_html_(self) -> str:
+        try:
+            report = self._newest_report()
+        except Exception:  # for example because the JVM has ended
+            report = self._last_report
+        return f"<code>{html.escape(repr(self))}</code>" if report is None else report._repr_html_()
+
+    def __dir__(self) -> list[str]:
+        return public_names(self, "id", "name", "parent", "release")
 
     def start(self) -> Topology:
         """Begins the topology in this thread. If the thread is in an active topology, the new one is nested inside it.
@@ -143,6 +159,10 @@ class Topology(TopologyOperators):
             self._topologies.add(self)
             self._topologies.enter(self)
             PLACE.set(self.place)
+            if self._shows_progress:
+                from stagecrew.session.progress import Progress
+
+                self._progress = Progress(self._newest_report)
         except BaseException as error:
             if has_begun or not isinstance(error, Exception):  # for example Ctrl-C: Python calls no `__exit__`
                 self._state = "active"
@@ -187,6 +207,9 @@ class Topology(TopologyOperators):
             if self._connection.running:
                 self._finish(cancel)
         finally:
+            for topology in (self, *self._inside()):
+                if topology._progress is not None:
+                    topology._progress.stop()
             for topology in (self, *self._inside()):  # the driver has ended the inner ones too
                 topology._state = "closed"
                 for listener in topology._listeners:

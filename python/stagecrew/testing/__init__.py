@@ -15,4 +15,5 @@ __all__ = ["CoordinatorHarness", "ScriptedEvaluation", "opened"]
 
 
 #: `opened` does not need PySpark, but these names need its cloudpickle.
-__getattr__ = lazy_names(__name__, {"CoordinatorHarness": "harness", "ScriptedEvaluation": "evaluation"})
+if not TYPE_CHECKING:  # a type checker knows these names, and reports others
+    __getattr__ = lazy_names(__name__, {"CoordinatorHarness": "harness", "ScriptedEvaluation": "evaluation"})

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeVar, overload
 
 from stagecrew.listeners.identity import Identity, RedefinedError, chosen
 from stagecrew.listeners.listener import Listener, ListenerContext
 from stagecrew.listeners.resolution import resolving
-from stagecrew.listeners.resource import opened_value
+from stagecrew.listeners.resource import Resource, opened_value
 
 __all__ = ["opened"]
+
+L = TypeVar("L", bound=Listener)
+T = TypeVar("T")
+V = TypeVar("V")
 
 _MISSING: Any = object()
 
@@ -24,6 +28,18 @@ class _Opened:
 
 
 _opened: Final[list[_Opened]] = []
+
+
+@overload
+def opened(listener: Resource[T]) -> contextlib.AbstractContextManager[T]: ...  # type: ignore[overload-overlap]
+
+
+@overload
+def opened(listener: L) -> contextlib.AbstractContextManager[L]: ...
+
+
+@overload
+def opened(listener: Listener, value: V) -> contextlib.AbstractContextManager[V]: ...
 
 
 @contextlib.contextmanager
