@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -11,13 +12,14 @@ from types import FrameType
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 from rich.console import Console
 from rich.text import Text
 
 from stagecrew._version import __version__
 from stagecrew.errors import ConfigurationError, StagecrewError
 from stagecrew.jar import jar_path, spark_conf
-from stagecrew.observability.console import table
+from stagecrew.observability.console import table, wide_console
 from stagecrew.observability.event_log import report
 from stagecrew.observability.logs import harmless
 from stagecrew.recovery import commands
@@ -145,14 +147,18 @@ def doctor(context: click.Context, master: str, no_spark: bool, as_json: bool) -
     """
     from stagecrew import doctor as checks
 
-    console = Console(highlight=False)
-    with Console(stderr=True).status("Starting a small Spark application ..." if not no_spark else "Checking ..."):
-        found = checks.examine(None if no_spark else master)
+    console = Console(stderr=as_json, highlight=False)
+    found = []
+    with console.status("Checking ...") if console.is_terminal else contextlib.nullcontext():
+        for check in checks.examine(None if no_spark else master):
+            found.append(check)
+            if not as_json:
+                checks.show(console, check)
     failed = any(check.status == "failed" for check in found)
     if as_json:
         click.echo(json.dumps({"ok": not failed, "checks": [check.as_json() for check in found]}, indent=2))
     else:
-        checks.show(console, found)
+        checks.show_summary(console, found)
     context.exit(1 if failed else 0)
 
 
@@ -200,8 +206,14 @@ def demo(database: str | None, output: Path, flights: int | None, master: str, a
         raise click.exceptions.Exit(1)
 
 
+def _example_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from stagecrew.gallery import find_examples
+
+    return [one.name for one in find_examples() if one.name.startswith(incomplete)]
+
+
 @main.command()
-@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=_example_names)
 @click.option("--all", "everything", is_flag=True, help="Copy all examples.")
 @click.option(
     "--into",
@@ -226,7 +238,22 @@ def examples(names: tuple[str, ...], everything: bool, folder: Path) -> None:
         for path in copy_examples([one.name for one in found] if everything else names, folder):
             click.echo(path)
         return
-    Console(highlight=False).print(table(("name", "what it shows"), ((one.name, one.summary) for one in found)))
+    wide_console().print(table(("name", "what it shows"), ((one.name, one.summary) for one in found)))
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    r"""Print the script that completes commands, options and names of examples in a shell.
+
+    \b
+    eval "$(stagecrew completion bash)"      # in ~/.bashrc
+    eval "$(stagecrew completion zsh)"       # in ~/.zshrc
+    stagecrew completion fish | source       # in ~/.config/fish/config.fish
+    """
+    complete = get_completion_class(shell)
+    assert complete is not None
+    click.echo(complete(main, {}, "stagecrew", "_STAGECREW_COMPLETE").source())
 
 
 main.add_command(report)

@@ -30,7 +30,7 @@ from stagecrew.observability.error_summary import error_text
 from stagecrew.spark_version import SPARK_LINES, line_of, supported
 from stagecrew.worker.graceful_shutdown import SECONDS
 
-__all__ = ["Check", "examine", "java", "require_java", "show"]
+__all__ = ["Check", "examine", "java", "require_java", "show", "show_summary"]
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 
@@ -55,28 +55,28 @@ class Check:
         return dataclasses.asdict(self)
 
 
-def examine(master: str | None) -> list[Check]:
-    """Runs all checks, in an order in which each follows those that it depends on. Never raises.
+def examine(master: str | None) -> Iterator[Check]:
+    """Runs all checks, in an order in which each follows those that it depends on. Yields each one when it is done.
 
-    If `master` is None, Spark is not started.
+    It raises nothing. If `master` is None, Spark is not started.
     """
-    checks = [
-        _run_check("System", system),
-        _run_check("Java", java),
-        _run_check("PySpark", pyspark_version),
-        _run_check("Jar", jar),
-        _run_check("pandas", pandas_version),
-    ]
+    broken = []
+    required = {"System": system, "Java": java, "PySpark": pyspark_version, "Jar": jar}
+    for name, check in required.items():
+        done = _run_check(name, check)
+        broken += [name] * (done.status == "failed")
+        yield done
+    yield _run_check("pandas", pandas_version)
     if store := os.environ.get("STAGECREW_STORE"):
-        checks.append(_run_check("Store", lambda: coordination_store(store)))
+        yield _run_check("Store", lambda: coordination_store(store))
     if state := os.environ.get("STAGECREW_STATE"):
-        checks.append(_run_check("State", lambda: state_storage(state)))
+        yield _run_check("State", lambda: state_storage(state))
     if master is None:
-        return [*checks, Check("Spark", "skipped", "not started", "run `stagecrew doctor` without --no-spark")]
-    broken = [check.name for check in checks[:4] if check.status == "failed"]
-    if broken:
-        return [*checks, Check("Spark", "skipped", "not started", f"first fix: {', '.join(broken)}")]
-    return [*checks, *spark(master)]
+        yield Check("Spark", "skipped", "not started", "run `stagecrew doctor` without --no-spark")
+    elif broken:
+        yield Check("Spark", "skipped", "not started", f"first fix: {', '.join(broken)}")
+    else:
+        yield from spark(master)
 
 
 def _run_check(name: str, check: Callable[[], Check]) -> Check:
@@ -86,16 +86,17 @@ def _run_check(name: str, check: Callable[[], Check]) -> Check:
         return Check(name, "failed", f"the check failed: {error_text(error)}", "please report this as a bug")
 
 
-def show(console: Console, checks: list[Check]) -> None:
-    """Prints the result of each check, and its remedy below it. Lines are not wrapped, so that paths can be copied."""
-    styles = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}
-    for check in checks:
-        style = styles[check.status]
-        found = check.found.replace("\n", f"\n{'':<18}")
-        line = Text.assemble((f"{check.status:<8} ", style), f"{check.name:<8} {found}")
-        console.print(line, soft_wrap=True)
-        if check.remedy:
-            console.print(Text(f"{'':<18}-> {check.remedy}", style), soft_wrap=True)
+def show(console: Console, check: Check) -> None:
+    """Prints the result of a check, and its remedy below it. Lines are not wrapped, so that paths can be copied."""
+    style = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}[check.status]
+    found = check.found.replace("\n", f"\n{'':<18}")
+    console.print(Text.assemble((f"{check.status:<8} ", style), f"{check.name:<8} {found}"), soft_wrap=True)
+    if check.remedy:
+        console.print(Text(f"{'':<18}-> {check.remedy}", style), soft_wrap=True)
+
+
+def show_summary(console: Console, checks: list[Check]) -> None:
+    """Prints whether stagecrew can run here."""
     failed = sum(check.status == "failed" for check in checks)
     warned = sum(check.status == "warning" for check in checks)
     if failed:
@@ -279,18 +280,18 @@ def state_storage(uri: str) -> Check:
     return Check("State", "ok", f"{storage!r} can be written and read")
 
 
-def spark(master: str) -> list[Check]:
+def spark(master: str) -> Iterator[Check]:
     """Runs a small application. Checks that the plugin is active, and which Python and which code its workers use."""
     with tempfile.TemporaryDirectory(prefix="stagecrew-doctor-") as folder:
         log = Path(folder, "spark.log")
         log.touch()
         try:
-            return _application(master, log)
+            yield from _application(master, log)
         except Exception as error:
-            return [_failed("Spark", error, log, master)]
+            yield _failed("Spark", error, log, master)
 
 
-def _application(master: str, log: Path) -> list[Check]:
+def _application(master: str, log: Path) -> Iterator[Check]:
     from pyspark.sql import SparkSession
 
     import stagecrew
@@ -308,16 +309,18 @@ def _application(master: str, log: Path) -> list[Check]:
         problems = stagecrew.crew(session).connection.problems()
         text = f"{session.version} started with master {master}, and the plugin is active in it"
         if problems:
-            started = Check("Spark", "warning", f"{text}, but {'; '.join(problems)}", "use another version of Spark")
+            yield Check("Spark", "warning", f"{text}, but {'; '.join(problems)}", "use another version of Spark")
         else:
-            started = Check("Spark", "ok", text)
+            yield Check("Spark", "ok", text)
         try:
             seen = _first_task(session)
         except Exception as error:
-            return [started, _failed("Python", error, log, master)]
+            yield _failed("Python", error, log, master)
+            return
     finally:
         session.stop()
-    return [started, _python(seen), _imported(seen, master)]
+    yield _python(seen)
+    yield _imported(seen, master)
 
 
 def _first_task(session: Any) -> dict[str, Any]:

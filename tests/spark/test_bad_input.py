@@ -246,7 +246,7 @@ def test_if_spark_lacks_a_private_field_only_keep_is_lost_and_all_say_so(tmp_pat
     print("REPORT", report.opens, report.closes, report.released)
     page = urllib.request.urlopen(spark.sparkContext.uiWebUrl + "/stagecrew/").read().decode()
     print("PAGE", "CachedRDDBuilder._cachedColumnBufferz" in page)
-    print("DOCTOR", doctor.spark("local[1]")[0])
+    print("DOCTOR", next(doctor.spark("local[1]")))
     """)
     printed = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.partition(" ")[0].isupper())
     field = "org.apache.spark.sql.execution.columnar.CachedRDDBuilder._cachedColumnBufferz"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,10 +68,18 @@ def test_the_report_of_a_finished_application_equals_topology_report(
     assert stagecrew.TopologyReport._from_json(found["topologies"][-1]) == report
     assert report.opens == report.closes >= 1
     monkeypatch.setattr("stagecrew.observability.event_log.read_event_log", lambda log: found)  # avoids another JVM
-    text = CliRunner().invoke(main, ["report", log], env={"COLUMNS": "250"}).output
+    text = CliRunner().invoke(main, ["report", log]).output
     assert f"stagecrew tests ({application})" in text
     assert "[bold]quiet[/bold]" in text
     assert report.id in text
+    page = tmp_path / "report.html"
+    assert CliRunner().invoke(main, ["report", log, "--html", str(page)]).output == ""
+    html = page.read_text(encoding="utf-8")
+    assert f"<h1>stagecrew tests ({application})" in html
+    assert report.id in html
+    assert all(f"<caption>{title}</caption>" in html for title in ("Topologies", "Listeners"))
+    assert not re.search(r"<script|<link|src=", html)
+    assert CliRunner().invoke(main, ["report", log, "--json", "--html", str(page)]).exit_code == 2
 
 
 def with_current_names(node: Any) -> Any:
@@ -131,7 +140,7 @@ def test_the_report_of_a_killed_application_says_it_has_no_end(tmp_path: Path) -
         os.killpg(driver.pid, signal.SIGKILL)
         driver.wait()
         driver.stdout.close()
-    result = CliRunner().invoke(main, ["report", log], env={"COLUMNS": "250"})
+    result = CliRunner().invoke(main, ["report", log])
     assert result.exit_code == 0, result.output
     assert "(no end recorded: the application is still running, or was killed)" in result.output
     assert "nightly: The event log shows this topology as of" in result.output
@@ -155,7 +164,7 @@ def test_line_separators_and_control_characters_are_escaped(tmp_path: Path) -> N
     (one,) = found["topologies"]
     assert one["name"] == LINE_SEPARATORS + CONTROL_CHARACTERS
     assert [row["name"] for row in one["executors"]["1"]["listeners"]] == [CONTROL_CHARACTERS]
-    result = CliRunner().invoke(main, ["report", str(tmp_path / "app-1")], env={"COLUMNS": "400"})
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "app-1")])
     assert result.exit_code == 0, result.output
     assert {one for one in result.output if not one.isprintable()} == {"\n"}
     assert r"one\u2028two\u2029three\x85four\u202ebackwards\u2066 \x1b[2Jcleared\rover" in result.output

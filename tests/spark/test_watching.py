@@ -270,7 +270,7 @@ def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
     assert found["notes"] == []
 
     monkeypatch.setattr("stagecrew.observability.event_log.read_event_log", lambda log: found)  # avoids another JVM
-    text = CliRunner().invoke(main, ["report", str(log)], env={"COLUMNS": "500"}).output
+    text = CliRunner().invoke(main, ["report", str(log)]).output
     columns = ("topology", "id", "kind", "state", "began", "seconds", "Spark jobs", "executors", "unclosed listeners")
     _, row = table_cells(text, "Topologies", *columns)
     assert report.ended is not None

@@ -251,7 +251,7 @@ def test_a_package_that_cannot_be_imported_is_a_failed_check(jar, tmp_path, monk
     (tmp_path / f"{package}.py").write_text("raise ValueError('numpy.dtype size changed')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, package)
-    checks = doctor.examine(None)
+    checks = list(doctor.examine(None))
     assert checks[index].status == "failed"
     assert "ValueError: numpy.dtype size changed" in checks[index].found
     assert "pip install" in checks[index].remedy
@@ -261,8 +261,8 @@ def test_a_package_that_cannot_be_imported_is_a_failed_check(jar, tmp_path, monk
 def test_doctor_never_raises(monkeypatch):
     """A check of `doctor` that raises is reported as a failed check."""
     monkeypatch.setattr(doctor, "java", lambda: 1 / 0)
-    assert doctor.examine(None)[1].status == "failed"
-    assert "ZeroDivisionError" in doctor.examine(None)[1].found
+    assert list(doctor.examine(None))[1].status == "failed"
+    assert "ZeroDivisionError" in list(doctor.examine(None))[1].found
 
 
 def test_sigterm_ends_the_demo_with_143(tmp_path, monkeypatch):

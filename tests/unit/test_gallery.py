@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,24 @@ def test_a_changed_file_is_not_replaced(tmp_path):
     assert "exists and differs from the example" in refused.stderr
     assert (tmp_path / "audit.py").read_text() == "mine"
     assert not (tmp_path / "quickstart.py").exists()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_names_of_examples_are_completed(shell, monkeypatch):
+    """The script of a shell calls the command, which completes the names of examples and of commands."""
+    script = CliRunner().invoke(cli.main, ["completion", shell], prog_name="stagecrew").output
+    assert "_STAGECREW_COMPLETE" in script
+    monkeypatch.setenv("COMP_WORDS", "stagecrew examples quick")
+    monkeypatch.setenv("COMP_CWORD", "quick" if shell == "fish" else "2")
+    assert "quickstart" in completed(shell)
+
+
+def completed(shell):
+    code = "from stagecrew.cli import main; main(prog_name='stagecrew')"
+    environment = os.environ | {"_STAGECREW_COMPLETE": f"{shell}_complete"}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    ).stdout
 
 
 def test_a_missing_folder_is_refused(tmp_path):

@@ -8,14 +8,18 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from stagecrew.observability.logs import harmless
 
-__all__ = ["harmless", "redirect_stderr", "spark_error_line", "table"]
+__all__ = ["harmless", "redirect_stderr", "spark_error_line", "table", "wide_console"]
+
+#: The width of tables that are not shown in a terminal, in characters.
+_WIDE: Final = 10_000
 
 
 @contextlib.contextmanager
@@ -35,6 +39,12 @@ def redirect_stderr(log: Path) -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(kept, 2)
         os.close(kept)
+
+
+def wide_console() -> Console:
+    """A console for stdout. In a pipe or a file, it is wide enough for every table."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDE)
 
 
 def spark_error_line(error: BaseException) -> str:

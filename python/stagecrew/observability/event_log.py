@@ -6,18 +6,19 @@ import datetime as dt
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from stagecrew.errors import ConfigurationError
 from stagecrew.jar import found_spark_submit, jar_path
-from stagecrew.observability.console import harmless, table
+from stagecrew.observability.console import harmless, table, wide_console
 from stagecrew.observability.error_summary import error_line
+from stagecrew.observability.notebook import html_table
 
 __all__ = ["read_event_log", "report"]
 
@@ -85,21 +86,30 @@ def read_event_log(log: str) -> dict[str, Any]:
 @click.command()
 @click.argument("log", metavar="EVENT_LOG")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def report(log: str, as_json: bool) -> None:
+@click.option(
+    "--html", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE",
+    help="Write the report as one HTML page instead.",
+)  # fmt: skip
+def report(log: str, as_json: bool, html: Path | None) -> None:
     """Show the data that stagecrew recorded in a Spark EVENT_LOG, without a History Server.
 
-    EVENT_LOG is a path or a URI: a file, or the folder of a rolling log.
+    EVENT_LOG is a path or a URI: a file, or the folder of a rolling log. In a pipe or a file, lines are not wrapped.
     """
+    if as_json and html is not None:
+        raise click.UsageError("--json cannot be combined with --html")
     data = read_event_log(log)
     if as_json:
         click.echo(json.dumps(data, indent=2))
         return
-    console = Console(highlight=False)
+    if html is not None:
+        html.write_text(_html(data), encoding="utf-8")
+        return
+    console = wide_console()
     for text in _head(data):
         console.print(Text(harmless(text)))  # a Text, so that it is not parsed as markup
-    for title, content in _tables(data):
+    for title, columns, rows in _tables(data):
         console.print(Text(f"\n{title}"))
-        console.print(content)
+        console.print(table(columns, rows))
 
 
 def _head(data: dict[str, Any]) -> Iterator[str]:
@@ -112,36 +122,24 @@ def _head(data: dict[str, Any]) -> Iterator[str]:
         yield "This log contains no stagecrew data. Was stagecrew 0.1.0 or newer enabled (spark.plugins)?"
 
 
-def _tables(data: dict[str, Any]) -> Iterator[tuple[str, Table]]:
+def _tables(data: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], list[tuple[Any, ...]]]]:
+    """Yields the title, the columns and the rows of each table."""
     topologies = data["topologies"]
     if topologies:
-        yield (
-            "Topologies",
-            table(
-                (
-                    "topology",
-                    "id",
-                    "kind",
-                    "state",
-                    "began",
-                    "seconds",
-                    "Spark jobs",
-                    "executors",
-                    "unclosed listeners",
-                ),
-                (
-                    (
-                        *(one[key] for key in ("name", "id", "kind", "state")),
-                        _time(one["started"]),
-                        f"{(one['ended'] - one['started']) / 1000:.1f}" if one["ended"] else "",
-                        one["jobs"],
-                        len(one["askedBy"]) + one["forgottenExecutors"],  # askedBy: the executors that ran its tasks
-                        len(one["unclosed"]),
-                    )
-                    for one in topologies
-                ),
-            ),
-        )
+        columns: tuple[str, ...] = (
+            "topology", "id", "kind", "state", "began", "seconds", "Spark jobs", "executors", "unclosed listeners",
+        )  # fmt: skip
+        yield "Topologies", columns, [
+            (
+                *(one[key] for key in ("name", "id", "kind", "state")),
+                _time(one["started"]),
+                f"{(one['ended'] - one['started']) / 1000:.1f}" if one["ended"] else "",
+                one["jobs"],
+                len(one["askedBy"]) + one["forgottenExecutors"],  # askedBy: the executors that ran its tasks
+                len(one["unclosed"]),
+            )
+            for one in topologies
+        ]  # fmt: skip
     listeners = [
         (topology["name"], listener["name"], listener["scope"], executor, *_listener_cells(listener))
         for topology in topologies
@@ -150,7 +148,7 @@ def _tables(data: dict[str, Any]) -> Iterator[tuple[str, Table]]:
     ]
     if listeners:
         names = ("opens", "closes", "failures", "lost", "open s", "close s", "last error")
-        yield "Listeners", table(("topology", "listener", "scope", "executor", *names), listeners)
+        yield "Listeners", ("topology", "listener", "scope", "executor", *names), listeners
     stored = [
         (topology["name"], executor, *(record["partitions"].get(key, 0) for key in _PARTITIONS))
         for topology in topologies
@@ -158,49 +156,59 @@ def _tables(data: dict[str, Any]) -> Iterator[tuple[str, Table]]:
         if any(record["partitions"].values())
     ]
     if stored:
-        yield "Partitions", table(("topology", "executor", *_PARTITIONS.values()), stored)
+        yield "Partitions", ("topology", "executor", *_PARTITIONS.values()), stored
     operators = [(topology["name"], *_operator_cells(one)) for topology in topologies for one in topology["operators"]]
     if operators:
         columns = (
-            "operator",
-            "kind",
-            "state",
-            "evaluations",
-            "failed",
-            "events in",
-            "events out",
-            "requests",
-            "reply ms p50, p99",
-            "progress",
-        )
-        yield "Operators", table(("topology", *columns), operators)
+            "topology", "operator", "kind", "state", "evaluations", "failed", "events in", "events out", "requests",
+            "reply ms p50, p99", "progress",
+        )  # fmt: skip
+        yield "Operators", columns, operators
     if data["processes"]:
-        yield (
-            "Python processes",
-            table(
-                ("executor", "process", "role", "began", "peak RSS MB"),
-                (
-                    (
-                        one["executor"],
-                        one["pid"],
-                        one["role"],
-                        _time(one["started"]),
-                        f"{max((sample['rss'] for sample in one['samples']), default=0) / 1e6:.0f}",
-                    )
-                    for one in data["processes"]
-                ),
-            ),
-        )
+        yield "Python processes", ("executor", "process", "role", "began", "peak RSS MB"), [
+            (
+                one["executor"],
+                one["pid"],
+                one["role"],
+                _time(one["started"]),
+                f"{max((sample['rss'] for sample in one['samples']), default=0) / 1e6:.0f}",
+            )
+            for one in data["processes"]
+        ]  # fmt: skip
     if recovery := data.get("recovery"):
-        yield "Stored job", table(("", ""), recovery["facts"].items())
+        yield "Stored job", ("", ""), list(recovery["facts"].items())
         forgotten = recovery.get("forgottenSteps", 0)
-        yield (
-            f"Steps, {len(recovery['steps'])} of {len(recovery['steps']) + forgotten}" if forgotten else "Steps",
-            table(
-                ("step", "state", "began", "ended"),
-                ((one["name"], one["state"], _time(one["started"]), _time(one["ended"])) for one in recovery["steps"]),
-            ),
-        )
+        total = len(recovery["steps"]) + forgotten
+        title = f"Steps, {len(recovery['steps'])} of {total}" if forgotten else "Steps"
+        yield title, ("step", "state", "began", "ended"), [
+            (one["name"], one["state"], _time(one["started"]), _time(one["ended"])) for one in recovery["steps"]
+        ]  # fmt: skip
+
+
+_STYLE: Final = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 90em; padding: 0 1em; }
+table { border-collapse: collapse; display: block; margin: 1.5em 0; overflow-x: auto; }
+caption { font-weight: bold; padding: 0.5em 0; text-align: left; }
+th, td { border-bottom: 1px solid #8884; padding: 0.3em 0.8em 0.3em 0; text-align: left; white-space: nowrap; }
+"""
+
+
+def _html(data: dict[str, Any]) -> str:
+    """The report as one page without scripts and without other files."""
+    heading, *notes = _head(data)
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(harmless(heading))}</title><style>{_STYLE}</style></head><body>",
+            f"<h1>{escape(harmless(heading))}</h1>",
+            *(f"<p>{escape(harmless(note))}</p>" for note in notes),
+            *(html_table(title, columns, rows, limit=None) for title, columns, rows in _tables(data)),
+            "</body></html>\n",
+        ]
+    )
 
 
 def _listener_cells(listener: dict[str, Any]) -> tuple[Any, ...]:

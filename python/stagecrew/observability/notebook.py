@@ -13,7 +13,7 @@ from stagecrew.observability.logs import harmless
 
 __all__ = ["amount", "data_size", "duration", "html_table", "one_line", "public_names"]
 
-#: A table shows at most this many rows.
+#: A table in a notebook shows at most this many rows.
 _ROWS: Final = 50
 
 
@@ -48,13 +48,14 @@ def public_names(instance: object, *attributes: str) -> list[str]:
     return sorted({name for name in dir(type(instance)) if not name.startswith("_")} | set(attributes))
 
 
-def html_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def html_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], limit: int | None = _ROWS) -> str:
     """A table in HTML without scripts or styles of its own. All texts are escaped.
 
     Args:
         title: The caption.
         columns: The headings. A column whose cells are all 0, None or empty is left out.
-        rows: The cells. Only the first 50 rows are shown; the caption then says how many there are.
+        rows: The cells.
+        limit: How many rows are shown; None for all. The caption says how many there are.
 
     Returns:
         The HTML.
@@ -62,13 +63,13 @@ def html_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
     shown = [
         at for at in range(len(columns)) if not rows or any(row[at] not in (0, 0.0, None, "", {}, ()) for row in rows)
     ]
-    if len(rows) > _ROWS:
-        title = f"{title} (the first {_ROWS} of {len(rows):,})"
+    if limit is not None and len(rows) > limit:
+        title = f"{title} (the first {limit} of {len(rows):,})"
     parts = [f"<table><caption>{_escaped(title)}</caption>"]
     if rows:
         parts.append(f"<thead><tr>{''.join(f'<th>{_escaped(columns[at])}</th>' for at in shown)}</tr></thead>")
     parts.append("<tbody>")
-    parts += [f"<tr>{''.join(f'<td>{_escaped(_cell(row[at]))}</td>' for at in shown)}</tr>" for row in rows[:_ROWS]]
+    parts += [f"<tr>{''.join(f'<td>{_escaped(_cell(row[at]))}</td>' for at in shown)}</tr>" for row in rows[:limit]]
     return "".join([*parts, "</tbody></table>"])
 
 

@@ -32,7 +32,7 @@ Row = tuple[str, str, str]
 
 
 def progress_rows(report: TopologyReport) -> list[Row]:
-    """The rows that show the progress of a topology: the topology, its listeners, its coordinators and its partitions."""
+    """The rows that show the progress of a topology: its state, listeners, coordinators and partitions."""
     rows = [(f"topology {report.name}", report.state, f"{duration(report.seconds)}, {amount(report.jobs, 'job')}")]
     names = dict.fromkeys(one.name for one in report.listeners)
     for name in names:

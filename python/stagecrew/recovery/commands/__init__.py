@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from stagecrew.recovery.commands.driver import driver
 from stagecrew.recovery.commands.jobs import cancel, list_jobs, result
+from stagecrew.recovery.commands.logs import logs
 from stagecrew.recovery.commands.maintenance import leader, sweep
 from stagecrew.recovery.commands.submit import submit
 
@@ -17,5 +18,5 @@ __all__ = ["add_to"]
 
 def add_to(group: click.Group) -> None:
     """Adds the commands to the group."""
-    for command in (submit, driver, list_jobs, leader, cancel, result, sweep):
+    for command in (submit, driver, list_jobs, logs, leader, cancel, result, sweep):
         group.add_command(command)

@@ -15,7 +15,7 @@ import click
 
 from stagecrew.errors import ConfigurationError, SessionLost, StoreUnavailable
 from stagecrew.observability.logs import HarmlessFormatter
-from stagecrew.recovery.commands.options import parse_age, place_options
+from stagecrew.recovery.commands.options import parse_age, place_options, work_option
 
 __all__ = ["driver"]
 
@@ -24,10 +24,7 @@ _log = logging.getLogger("stagecrew")
 
 @click.command()
 @place_options
-@click.option(
-    "--work", type=click.Path(file_okay=False, path_type=Path), default=Path("stagecrew-work"), show_default=True,
-    help="The folder for the output of jobs, and for their files while they run.",
-)  # fmt: skip
+@work_option
 @click.option(
     "--at-once",
     type=click.IntRange(min=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import time
@@ -9,8 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console
+from rich.live import Live
 
-from stagecrew.observability.console import harmless, table
+from stagecrew.errors import StoreUnavailable
+from stagecrew.observability.console import table
+from stagecrew.recovery.commands.following import exit_code, follow, show_result
 from stagecrew.recovery.commands.options import console, json_option, open_places, parse_age, place_options, say
 
 if TYPE_CHECKING:
@@ -19,11 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["cancel", "list_jobs", "result"]
 
-#: The exit codes of `result`.
-_EXIT_CODES: Final = {"succeeded": 0, "failed": 3, "cancelled": 4}
-_EXIT_NOT_ENDED: Final = 5
-#: How often `result --wait` reads the job, in seconds.
-_POLL_PERIOD: Final = 0.2
+#: How often `jobs --watch` reads the jobs, in seconds.
+_WATCH_PERIOD: Final = 1.0
+_COLUMNS: Final = ("id", "state", "run", "submitted", "process", "reason")
 
 
 @click.command("jobs")
@@ -32,36 +34,72 @@ _POLL_PERIOD: Final = 0.2
     "--prune", callback=parse_age, metavar="AGE",
     help="Instead of listing jobs, remove those that ended longer ago than AGE, such as 30d, with their results.",
 )  # fmt: skip
+@click.option("--watch", is_flag=True, help="Show the jobs until Ctrl-C, updated every second.")
 @json_option
 @click.pass_context
-def list_jobs(context: click.Context, store: str, state: str, prune: float | None, as_json: bool) -> None:
+def list_jobs(context: click.Context, store: str, state: str, prune: float | None, watch: bool, as_json: bool) -> None:
     """List all jobs, including unreadable ones, or remove old jobs.
 
     `--prune` only removes jobs that have ended and are cleaned up. It is safe while drivers are running. The id of a
     removed job can be used again, for a new job. The exit code is 1 if an old job could not be removed.
     """
+    if watch and (as_json or prune is not None):
+        raise click.UsageError("--watch cannot be combined with --json or --prune")
     if prune is not None:
         with open_places(store, state) as jobs:
             failed = _prune(jobs, prune, as_json)
         context.exit(1 if failed else 0)
     with open_places(store, state) as jobs:
-        records, unreadable = jobs.all()
-        # A job that is cleaned up has no process.
-        found = [
-            _summary(job, record, None if record.clean else jobs.process(job)) for job, (record, _) in records.items()
-        ]
-    found.sort(key=lambda job: job["submitted"])
+        if watch:
+            _watch(jobs)
+            return
+        found, unreadable = _read(jobs)
     if as_json:
-        errors = [{"id": job, "error": str(error)} for job, error in unreadable.items()]
+        errors = [{"id": job, "error": error} for job, error in unreadable.items()]
         click.echo(json.dumps({"jobs": found, "unreadable": errors}, indent=2))
         return
-    rows = []
+    rows = _rows(found, unreadable)
+    console.print(table(_COLUMNS, rows) if rows else "no jobs")
+
+
+def _read(jobs: Jobs) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Reads all jobs. Returns the readable ones in the order of their submission, and the errors of the others."""
+    records, unreadable = jobs.all()
+    # A job that is cleaned up has no process.
+    found = [_summary(job, record, None if record.clean else jobs.process(job)) for job, (record, _) in records.items()]
+    found.sort(key=lambda job: job["submitted"])
+    return found, {job: str(error) for job, error in unreadable.items()}
+
+
+def _rows(found: list[dict[str, Any]], unreadable: dict[str, str]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     for job in found:
         process = job["process"]
         where = "" if process is None else f"{process['host']}:{process['pid']}"
         rows.append((job["id"], job["state"], str(job["run"]), _time(job["submitted"]), where, job["reason"][:80]))
-    rows += [(id_, "unreadable", "", "", "", str(error)) for id_, error in unreadable.items()]
-    console.print(table(("id", "state", "run", "submitted", "process", "reason"), rows) if rows else "no jobs")
+    return rows + [(id_, "unreadable", "", "", "", error) for id_, error in unreadable.items()]
+
+
+def _watch(jobs: Jobs) -> None:
+    """Shows the jobs until Ctrl-C. In a file or a pipe, each change is printed."""
+    terminal = Console(highlight=False)
+    before = None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        live = stack.enter_context(Live(console=terminal, auto_refresh=False)) if terminal.is_terminal else None
+        while True:
+            try:
+                rows = _rows(*_read(jobs))
+            except StoreUnavailable as error:  # the next try may succeed
+                rows = [("", "unavailable", "", "", "", str(error))]
+            if rows != before:
+                shown = table(_COLUMNS, rows) if rows else "no jobs"
+                if live is None:
+                    terminal.print(shown, soft_wrap=True)
+                else:
+                    live.update(shown, refresh=True)
+                before = rows
+            time.sleep(_WATCH_PERIOD)
 
 
 def _prune(jobs: Jobs, older_than: float, as_json: bool) -> bool:
@@ -108,29 +146,11 @@ def result(
 
     The exit code is 0 if the job succeeded, 3 if it failed, 4 if it was cancelled, and 5 if it has not ended.
     """
-    deadline, wait = (None, wait) if timeout is None else (time.monotonic() + timeout, True)
+    deadline = time.monotonic() + timeout if timeout is not None else None if wait else 0.0
     with open_places(store, state) as jobs:
-        while True:
-            record, _ = jobs.read(id_)
-            expired = deadline is not None and time.monotonic() >= deadline
-            if record.state.is_terminal or not wait or expired:
-                break
-            time.sleep(_POLL_PERIOD)
-        found = jobs.result(id_) if record.state.is_terminal else None
-    if as_json:
-        body = {"id": id_, "state": str(record.state), "run": record.run}
-        if found is not None:
-            body |= {"value": found.shown, "reason": found.reason, "traceback": found.traceback}
-        click.echo(json.dumps(body, indent=2))
-    elif found is None:
-        say(f"job {id_} is {record.state}, in run {record.run}")
-    elif found.state == "succeeded":
-        click.echo(harmless(found.shown) if isinstance(found.shown, str) else json.dumps(found.shown))
-    else:
-        say(f"job {id_} has {'been cancelled' if found.state == 'cancelled' else found.state}: {found.reason}")
-        if found.traceback:
-            click.echo(harmless(found.traceback.rstrip()))
-    context.exit(_EXIT_NOT_ENDED if found is None else _EXIT_CODES[found.state])
+        view, found = follow(jobs, id_, lambda _: None, deadline)
+    show_result(id_, view, found, as_json)
+    context.exit(exit_code(found))
 
 
 def _summary(job: str, record: JobRecord, process: Any) -> dict[str, Any]:

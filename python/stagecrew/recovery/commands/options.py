@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +17,17 @@ from stagecrew.observability.console import harmless
 if TYPE_CHECKING:
     from stagecrew.recovery.jobs.store import Jobs
 
-__all__ = ["console", "json_option", "open_places", "parse_age", "parse_pairs", "place_options", "say", "store_option"]
+__all__ = [
+    "console",
+    "json_option",
+    "open_places",
+    "parse_age",
+    "parse_pairs",
+    "place_options",
+    "say",
+    "store_option",
+    "work_option",
+]
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -51,6 +62,13 @@ _state_option = click.option(
     help="The state storage: an existing folder, or a URI such as s3://bucket/folder. Default: STAGECREW_STATE.",
 )  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
+
+
+work_option = click.option(
+    "--work", type=click.Path(file_okay=False, path_type=Path), default=Path("stagecrew-work"), show_default=True,
+    envvar="STAGECREW_WORK",
+    help="The folder for the output of jobs, and for their files while they run. Default: STAGECREW_WORK.",
+)  # fmt: skip
 
 
 def place_options(command: Callable[..., Any]) -> Callable[..., Any]:

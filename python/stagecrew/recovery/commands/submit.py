@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import click
+from rich.console import Console
 
 from stagecrew.errors import ConfigurationError
+from stagecrew.observability.console import harmless
+from stagecrew.recovery.commands.following import exit_code, follow, show_result
 from stagecrew.recovery.commands.options import json_option, open_places, parse_pairs, place_options
 
 __all__ = ["submit"]
@@ -45,10 +48,16 @@ class _SubmitCommand(click.Command):
     "--max-attempts", type=click.IntRange(min=1), default=10, show_default=True,
     help="The maximum number of runs. If all of them are lost, the job fails.",
 )  # fmt: skip
+@click.option(
+    "--wait", is_flag=True,
+    help="Wait until the job has ended. Prints runs, steps and the address of the Spark UI to stderr, then the result.",
+)  # fmt: skip
 @json_option
 @click.argument("target", metavar="(MODULE:FUNCTION | SCRIPT.py)")
 @click.argument("argument", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
 def submit(
+    context: click.Context,
     store: str,
     state: str,
     id_: str | None,
@@ -56,6 +65,7 @@ def submit(
     py_files: str,
     args: dict[str, str],
     max_attempts: int,
+    wait: bool,
     as_json: bool,
     target: str,
     argument: tuple[str, ...],
@@ -65,6 +75,9 @@ def submit(
     When the id is printed, the job and its files are stored durably, and this machine is no longer needed. The return
     value of a function is the job's result. Options of this command must precede a script; everything after the script
     is its command line.
+
+    With --wait, the exit code is that of `stagecrew result`: 0 if the job succeeded, 3 if it failed, 4 if it was
+    cancelled. Ctrl-C ends only the wait.
     """
     from stagecrew.recovery.jobs.spec import JobSpec
 
@@ -80,4 +93,10 @@ def submit(
         spec = JobSpec.of_function(target, args, conf, files, max_attempts)
     with open_places(store, state) as jobs:
         job = jobs.submit(spec, id_)
+        if wait:
+            console = Console(stderr=True, highlight=False, soft_wrap=True)
+            console.print(harmless(f"job {job} is stored"), markup=False)
+            view, found = follow(jobs, job, lambda line: console.print(harmless(line), markup=False))
+            show_result(job, view, found, as_json)
+            context.exit(exit_code(found))
     click.echo(json.dumps({"id": job}) if as_json else job)

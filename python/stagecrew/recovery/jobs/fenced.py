@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -141,6 +142,15 @@ class FencedJobs(Jobs):
         )
         assert version is not None
         return version
+
+    def show_ui(self, run: Run, url: str) -> None:
+        """Stores the address of the Spark UI of a run with its process, for `stagecrew submit --wait`."""
+        key = f"{job_key(run.job)}/process"
+        entry = self._store.read(key)
+        if entry is not None:
+            process = json.loads(entry.value)
+            if process["run"] == run.number and process.get("ui") != url:
+                self._store.transact(Replace(key, unique_value(process | {"ui": url}), entry.version))
 
     def renew_claim(self, job: str, claim: int, retry_timeout: float = 0.0) -> int:
         """Renews the claim of a run, so that writes under the previous claim are refused. Returns the new version.

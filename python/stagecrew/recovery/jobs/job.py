@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from stagecrew.coordination.program_path import PLACE, Place
-from stagecrew.errors import ConfigurationError, JobError
+from stagecrew.errors import ConfigurationError, JobError, StagecrewError
+from stagecrew.observability.error_summary import error_text
 from stagecrew.recovery.jobs.commit_log import StoredCommitLog, is_done
 from stagecrew.recovery.jobs.coordinator_states import (
     CoordinatorStates,
@@ -89,6 +90,7 @@ class Job:
         commits: StateHandleStore,
         retry_timeout: float = RETRY_TIMEOUT,
         facts: Mapping[str, str] | None = None,
+        show_ui: Callable[[str], None] | None = None,
     ) -> None:
         self.id, self.attempt = id_, attempt
         self._steps, self._commits, self._retry_timeout = steps, commits, retry_timeout
@@ -97,6 +99,7 @@ class Job:
         self._commit_prefix = f"{id_.replace('%', '%25').replace('/', '%2F')}/"
         self.restored = bool(self._read(steps.names))
         self._progress = JobProgress({"job": id_, "run": str(attempt), **(facts or {})})
+        self._show_ui = show_ui
         self._states = CoordinatorStates()
         self._ended = False
         self._lock = threading.Lock()
@@ -270,8 +273,13 @@ class Job:
         return StoredCommitLog(self._commits, sink, self._retry_timeout)
 
     def show(self) -> None:
-        """Shows the job's progress in the Spark UI if a session is running in this process."""
+        """Shows the job's progress in the Spark UI, and stores the address of the UI, if a session is running."""
         self._progress.send()
+        if self._show_ui is not None and (url := self._progress.ui()) is not None:
+            try:
+                self._show_ui(url)
+            except StagecrewError as error:  # the address is a convenience; the watchdog judges errors of the store
+                _log.warning("the address of the Spark UI could not be stored: %s", error_text(error))
 
     def end(self) -> None:
         """Records that the job's code has ended: later commits are refused. The process of the run calls this."""

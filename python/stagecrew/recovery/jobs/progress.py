@@ -51,6 +51,13 @@ class JobProgress:
         if (crew := running_crew()) is not None:
             crew.connection.send_job_progress(self.to_json())
 
+    def ui(self) -> str | None:
+        """The address of the Spark UI of the session in this process, or None without a session or without a UI."""
+        from stagecrew.session.builder import running_crew
+
+        crew = running_crew()
+        return None if crew is None else crew.context.uiWebUrl
+
     def to_json(self) -> str:
         """Encodes the progress for the driver's JVM."""
         with self._lock:

@@ -104,7 +104,9 @@ def _run_code(
     run, jobs = claimed.run, claimed.jobs
     spec = jobs.spec(run.job, retry_timeout)
     steps, commits = jobs.handles(run.job, "steps"), jobs.handles(run.job, "commits")
-    job = Job(run.job, run.number, steps, commits, retry_timeout, facts)
+    job = Job(
+        run.job, run.number, steps, commits, retry_timeout, facts, lambda url: claimed.jobs.show_ui(claimed.run, url)
+    )
     set_running_job(job)
     try:
         return Result.of_value(call(spec))
