@@ -32,8 +32,16 @@ def demo(run: Run):
 
 
 def _run(output: str, environment: dict[str, str]):
-    command = [str(pathlib.Path(sys.executable).parent / "stagecrew"), "demo", "--json", "--output", output]
+    command = [
+        str(pathlib.Path(sys.executable).parent / "stagecrew"),
+        "demo",
+        "--json",
+        "--part",
+        "connections",
+        "--output",
+        output,
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if ended.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}: {ended.stderr[-2000:]}")
-    return json.loads(ended.stdout)
+    return json.loads(ended.stdout)["connections"]

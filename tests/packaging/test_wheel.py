@@ -62,10 +62,14 @@ def test_the_doctor_finds_nothing_wrong(installed: Installed) -> None:
 
 
 def test_the_demo_runs(installed: Installed) -> None:
-    """Both enrichments give the same rows, and the workers close every pool that they open."""
+    """Each part of the demo gives the right result. The workers close every pool that they open."""
     demo = json.loads(installed.run("stagecrew", "demo", "--flights", "12000", "--json").stdout)
-    assert demo["same"]
-    assert demo["with_stagecrew"]["connections"] == sum(pool["closes"] for pool in demo["pools"].values()) <= 2
+    connections = demo["connections"]
+    assert connections["same"]
+    closes = sum(pool["closes"] for pool in connections["pools"].values())
+    assert connections["with_stagecrew"]["connections"] == closes <= 2
+    assert set(demo) == {"connections", "skew", "disk", "driver"}
+    assert demo["driver"]["with_stagecrew"] == {"finished": True, "rows": 12000, "twice": 0, "runs": 2}
 
 
 def test_wheel_and_sdist_contain_the_same_files() -> None:

@@ -33,10 +33,14 @@ def java_pids() -> set[int]:
 
 
 def run_demo(folder: Path, *arguments: str, **environment: str):
-    """Runs the demo on some of the flights. Checks that no process and no temporary file of the demo is left."""
+    """Runs the demo on some of the flights, by default the part about connections.
+
+    Checks that no process and no temporary file of the demo is left.
+    """
     before = java_pids()
+    part = () if "--part" in arguments else ("--part", "connections")
     done = run_stagecrew(
-        "demo", "--output", str(folder / "out"), "--flights", str(FLIGHTS), *arguments, cwd=folder, **environment
+        "demo", "--output", str(folder / "out"), "--flights", str(FLIGHTS), *part, *arguments, cwd=folder, **environment
     )
     assert java_pids() <= before
     assert list((folder / "out").glob(".stagecrew-demo-*")) == []
@@ -51,7 +55,7 @@ def table_cells(output: str, label: str) -> list[str]:
 
 def assert_table(output: str, workers: int = 2) -> None:
     """Checks that without stagecrew 16 tasks open 16 connections, and that with it each worker opens and closes one."""
-    without, with_ = map(int, table_cells(output, "connections opened"))
+    without, with_ = map(int, table_cells(output, "connections opened by 16 tasks"))
     assert without == 16
     assert 1 <= with_ <= workers
     assert table_cells(output, "rows") == [f"{FLIGHTS:,}", f"{FLIGHTS:,}"]
@@ -109,6 +113,28 @@ def test_the_demo_on_sqlite_opens_one_pool_per_worker(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_the_demo_compares_skew_disk_and_a_killed_driver(tmp_path):
+    """Splits balance the tasks, a topology leaves no shuffle file, and the job of a killed driver loads each row once.
+
+    Without stagecrew, one task reads most flights, shuffle files remain, and the job is lost halfway.
+    """
+    done = run_demo(tmp_path, *(word for part in ("skew", "disk", "driver") for word in ("--part", part)), "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    skew = found["skew"]
+    assert [sum(skew[side]["flights"]) for side in ("without", "with_stagecrew")] == [FLIGHTS, FLIGHTS]
+    shares = [max(skew[side]["flights"]) / FLIGHTS for side in ("without", "with_stagecrew")]
+    assert shares[0] > 0.8
+    assert shares[1] < 0.7
+    assert found["disk"]["with_stagecrew"] == {"outputs": 0, "bytes": 0}
+    assert found["disk"]["without"]["outputs"] > 0
+    plain, ours = found["driver"]["without"], found["driver"]["with_stagecrew"]
+    assert (plain["finished"], plain["rows"] < FLIGHTS) == (False, True)
+    assert ours == {"finished": True, "rows": FLIGHTS, "twice": 0, "runs": 2}
+    assert re.search(r"driver killed halfway: the job\W+lost\W+finished in run 2", done.stderr)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["drivers.log", "flights.sqlite", "spark.log"]
+
+
 @pytest.mark.long
 def test_the_demo_on_postgresql_agrees_with_the_server(tmp_path, postgresql_server):
     """On PostgreSQL, the server counts the same number of connections as the demo.
@@ -118,7 +144,7 @@ def test_the_demo_on_postgresql_agrees_with_the_server(tmp_path, postgresql_serv
     """
     done = run_demo(tmp_path, "--database", postgresql_server.url, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout)["connections"]
     assert (found["without"]["connections"], found["without"]["rows"], found["same"]) == (16, FLIGHTS, True)
     (pool,) = found["pools"].values()
     assert found["with_stagecrew"]["connections"] == pool["opens"] == pool["closes"] <= 2

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from pyspark.sql.types import StructType
 
 import stagecrew
 from stagecrew import cli, doctor
+from stagecrew.demo.connections import warm_up
 from stagecrew.demo.databases import PostgreSQL, Table, database_of
 from stagecrew.demo.driver import Demo
 from stagecrew.errors import ConfigurationError
@@ -270,12 +272,14 @@ def test_sigterm_ends_the_demo_with_143(tmp_path, monkeypatch):
     cleaned = []
 
     class Flights:
+        schema = StructType()
+
         def mapInArrow(self, *_):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def run(database, output, flights, master, console):
+    def run(database, output, flights, master, console, parts, wait):
         try:
-            Demo(database, output, flights, master, console)._write(Flights(), None, "", tmp_path)
+            Demo(database, output, flights, master, console)._call(lambda: warm_up(Flights(), tmp_path))
         finally:
             cleaned.append(True)
 

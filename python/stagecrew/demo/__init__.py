@@ -1,23 +1,32 @@
-"""The demo: it enriches real flights from a real database, with and without stagecrew.
+"""The demo: four capabilities on real flights, each without and with stagecrew.
 
 Workers import this package. Therefore the modules that only the driver needs are imported when they are first used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stagecrew.demo.driver import Comparison
+    from stagecrew.demo.part import Part
 
 __all__ = ["run"]
 
 
-def run(database: str | None, output: Path, flights: int | None, master: str, console: Console) -> Comparison:
-    """Runs the demo, prints the comparison, and returns it. `stagecrew demo --help` describes the options."""
-    from stagecrew.demo.driver import Demo
+def run(
+    database: str | None,
+    output: Path,
+    flights: int | None,
+    master: str,
+    console: Console,
+    parts: Sequence[str] = (),
+    wait: bool = False,
+) -> dict[str, Part]:
+    """Runs some parts of the demo (default: all), and prints their table. `stagecrew demo --help` describes them."""
+    from stagecrew.demo.driver import PARTS, Demo
 
-    return Demo(database, output, flights, master, console).run()
+    return Demo(database, output, flights, master, console, parts or PARTS, wait).run()
