@@ -113,13 +113,14 @@ def test_blocking_tasks_do_not_stop_others(pool):
 def test_idle_threads_end(pool, timers, monkeypatch):
     """1,000 loops share a few threads, and an idle pool has no threads and no timers."""
     monkeypatch.setattr(pool_module, "_IDLE", 0.05)
+    monkeypatch.setattr(pool_module, "_GROWTH_DELAY", 2.0)  # on a busy machine, threads look blocked for 20 ms
     name, earlier_timer_threads = pool._name, set(threads_of("stagecrew-timers"))
     loops = [Loop("o", pytest.fail, lambda: None, pool=pool) for _ in range(1000)]
     called = threading.Event()
     timers.later(0.01, called.set)
     for loop in loops:
         loop.call(lambda: None)
-    assert len(threads_of(name)) <= 20  # two, and a few more on a busy machine
+    assert pool._threads <= 2  # a thread that ends is alive for a moment after it is no longer counted
     for loop in loops:
         assert loop.end(10)
     assert called.wait(10)

@@ -47,11 +47,11 @@ class Connections:
     def rows(self) -> list[tuple[str, str, str]]:
         """See `Part`."""
         without, with_ = self.without, self.with_stagecrew
-        pools = [(f"executor {name}: pools opened / closed", "-", f"{a} / {b}") for name, (a, b) in self.pools.items()]
+        pools = [(f"  pools of executor {name}", "-", f"{a} opened, {b} closed") for name, (a, b) in self.pools.items()]
         return [
-            (f"connections opened by {self.tasks} tasks", f"{without.connections:,}", f"{with_.connections:,}"),
-            ("rows", f"{without.rows:,}", f"{with_.rows:,}"),
-            ("seconds", f"{without.seconds:.2f}", f"{with_.seconds:.2f}"),
+            (f"connections of {self.tasks} tasks", f"{without.connections:,}", f"{with_.connections:,}"),
+            ("  rows", f"{without.rows:,}", f"{with_.rows:,}"),
+            ("  seconds", f"{without.seconds:.2f}", f"{with_.seconds:.2f}"),
             *pools,
         ]
 

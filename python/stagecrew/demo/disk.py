@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import stagecrew
@@ -16,9 +21,9 @@ __all__ = ["Disk", "compare_disk"]
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """The shuffle outputs that remain after a run."""
+    """The shuffle files that remain after a run."""
 
-    outputs: int
+    files: int
     bytes: int
 
 
@@ -32,12 +37,12 @@ class Disk:
     @property
     def ok(self) -> bool:
         """Whether the run with stagecrew left nothing."""
-        return self.with_stagecrew.outputs == 0
+        return self.with_stagecrew.files == 0
 
     def rows(self) -> list[tuple[str, str, str]]:
         """See `Part`."""
-        cells = [f"{left.outputs:,} ({data_size(left.bytes)})" for left in (self.without, self.with_stagecrew)]
-        return [("shuffle files left after a run", cells[0], cells[1])]
+        cells = [f"{left.files:,} ({data_size(left.bytes)})" for left in (self.without, self.with_stagecrew)]
+        return [("shuffle files left", cells[0], cells[1])]
 
     def notes(self) -> list[str]:
         """See `Part`."""
@@ -61,10 +66,21 @@ def compare_disk(spark: SparkSession, flights: DataFrame) -> Disk:
 
 
 def _stored(spark: SparkSession) -> Left:
-    """The shuffle outputs that executors store now, of all topologies and of the application."""
-    reports = stagecrew.crew(spark).partitions()
-    return Left(sum(one.outputs for one in reports), sum(one.output_bytes for one in reports))
+    """The shuffle files on the disks of all executors. Each executor runs a task that counts them."""
+    context = spark.sparkContext
+    tasks = 4 * context.defaultParallelism
+    found = context.parallelize(range(tasks), tasks).mapPartitions(_shuffle_files).collect()
+    files = {path: size for one in found for path, size in one.items()}
+    return Left(len(files), sum(files.values()))
+
+
+def _shuffle_files(_: Iterable[int]) -> Iterator[dict[str, int]]:
+    # Spark passes its local directories to Python workers.
+    folders = os.environ["SPARK_LOCAL_DIRS"].split(",")
+    paths = [path for folder in folders for path in Path(folder).rglob("shuffle_*.data")]
+    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+        yield {f"{socket.gethostname()}:{path}": path.stat().st_size for path in paths}
 
 
 def _between(before: Left, after: Left) -> Left:
-    return Left(after.outputs - before.outputs, after.bytes - before.bytes)
+    return Left(after.files - before.files, after.bytes - before.bytes)

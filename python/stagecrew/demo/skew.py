@@ -56,8 +56,8 @@ class Skew:
             [f"{read.busiest:.0%}" for read in both],
         )
         return [
-            (f"skewed read of {self.files} files: seconds", seconds, ours),
-            ("flights read by the busiest task", busiest, our_busiest),
+            (f"seconds for {self.files} uneven files", seconds, ours),
+            ("  read by the busiest task", busiest, our_busiest),
         ]
 
     def notes(self) -> list[str]:

@@ -56,8 +56,9 @@ class Survivor:
         """See `Part`."""
         plain, ours = self.without, self.with_stagecrew
         return [
-            ("driver killed halfway: the job", _outcome(plain), _outcome(ours)),
-            ("rows loaded", f"{plain.rows:,} of {self.flights:,}", f"{ours.rows:,}, {ours.twice:,} of them twice"),
+            ("driver killed halfway", _outcome(plain), _outcome(ours)),
+            ("  rows loaded", f"{plain.rows:,}", f"{ours.rows:,}"),
+            ("  rows loaded twice", f"{plain.twice:,}", f"{ours.twice:,}"),
         ]
 
     def notes(self) -> list[str]:
