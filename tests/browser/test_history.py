@@ -230,7 +230,7 @@ def test_a_finished_application_is_shown_as_in_its_report(applications: Applicat
     assert (named["State"], named["Jobs"], named["Executors"]) == ("closed", str(report.jobs), "1")
     (quiet,) = table_rows(page, "stagecrew-listeners")
     (counted,) = report.listeners
-    assert [int(quiet[name]) for name in ("Opens", "Closes", "Failures", "Lost")] == [
+    assert [int(quiet.get(name, 0)) for name in ("Opens", "Closes", "Failures", "Lost")] == [
         counted.opens, counted.closes, counted.failures, counted.lost,
     ]  # fmt: skip
     assert tab_of(applications.finished) in page.content()
@@ -256,7 +256,13 @@ def test_a_finished_application_is_shown_as_in_its_report(applications: Applicat
         assert [sample_by_time.get(sample["time"], sample) for sample in one["samples"]] == one["samples"]
     topology_page = f"{history}/history/{applications.finished}/stagecrew/topology/json/?id={report.id}"
     (node,) = (node for node in body["topologies"] if node["id"] == report.id)
-    assert fetch_json(topology_page) == {"version": 1, "until": node["ended"], "notes": [], "topology": node}
+    assert fetch_json(topology_page) == {
+        "version": 1,
+        "until": node["ended"],
+        "notes": [],
+        "topology": node,
+        "running": [],
+    }
     assert report.released > 0
     assert [(one.requests, one.events_in, one.finished) for one in report.operators] == [(4, 2, 2)]
 

@@ -90,15 +90,15 @@ def test_tables_show_the_reports_numbers_and_escape_markup(
     assert (application["Kind"], application["Jobs"], application["Executors"]) == ("application", "1", "1")
     shown = (named["Topology"], named["Id"], named["Kind"], named["State"])
     assert shown == (HOSTILE_TOPOLOGY, hostile_report.id, "named", "closed")
-    counts = [named[name] for name in ("Jobs", "Executors", "Lost executors", "Unclosed")]
-    assert counts == ["1", "1", "0", "0"]
+    assert (named["Jobs"], named["Executors"]) == ("1", "1")
+    assert {"Lost executors", "Unclosed"}.isdisjoint(named)  # columns that are 0 in all rows are not shown
     assert int(named["Failures"]) == hostile_report.failures
     listeners = {row["Listener"]: row for row in table_rows(page, "stagecrew-listeners")}
     assert set(listeners) == {HOSTILE, "failing"}
     for listener in hostile_report.listeners:
         row = listeners[listener.name]
         assert (row["Topology"], row["Scope"], row["Executors"]) == (HOSTILE_TOPOLOGY, "worker", "1")
-        numbers = [int(row[name]) for name in ("Opens", "Closes", "Failures", "Lost")]
+        numbers = [int(row.get(name, 0)) for name in ("Opens", "Closes", "Failures", "Lost")]
         assert numbers == [listener.opens, listener.closes, listener.failures, listener.lost]
         assert row["Time in open"].endswith("ms")
     assert int(listeners[HOSTILE]["Opens"]) >= 1

@@ -87,7 +87,9 @@ def field_names(body: Any) -> set[str]:
         return set().union(*map(field_names, body))
     if not isinstance(body, dict):
         return set()
-    inside = [field_names(value) for name, value in body.items() if name not in ("executors", "progress", "facts")]
+    inside = [
+        field_names(value) for name, value in body.items() if name not in ("executors", "progress", "facts", "running")
+    ]
     return set(body).union(*inside, *map(field_names, body.get("executors", {}).values()))
 
 

@@ -19,6 +19,8 @@ ADDED = {
     "the check that the jar is for this Spark and is the only one, in Java because Scala 2.12 must run it": 53,
     "what differs between Spark 4.0, 4.1, 4.2 and 4.3": 80,
     "private fields that a Spark may lack: keep raises then, or keeps everything": 14,
+    "hints on the pages, which the History Server shows too": 66,
+    "pages that update themselves, running tasks, and tables without columns of zeros": 93,
 }
 WIDEST = 120
 

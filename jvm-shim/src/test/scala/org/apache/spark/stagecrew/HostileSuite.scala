@@ -30,9 +30,9 @@ class HostileSuite extends AnyFunSuite {
   test("markup, quotes and control characters remain text in cells, titles and SVG images") {
     Texts.foreach { text =>
       pages(everywhere(text)).foreach { html =>
-        assert((html \\ "script").isEmpty && (html \\ "img").isEmpty)
+        assert((html \\ "script").map(_ \@ "src") == Seq("/ui/stagecrew/static/live.js") && (html \\ "img").isEmpty)
         assert((html \\ "_").forall(_.attributes.forall(!_.key.startsWith("on"))))
-        val written = html.toString
+        val written = html.toString.replaceFirst("<script src=", "")
         assert(!written.contains("<script") && !written.exists(c => c < ' ' && c != '\n' && c != '\t' && c != '\r'))
       }
     }

@@ -43,7 +43,7 @@ object PrivateSparkSuite {
   private val allowed: Set[String] = {
     val main = Path.of("src", "main")  // the tests run in the folder jvm-shim
     val versions = Using.resource(Files.list(main))(_.iterator.asScala.filter(_.getFileName.toString.startsWith("scala-")).toSeq)
-    val folders = main.resolve("scala/org/apache/spark/stagecrew/spark") +: versions
+    val folders = Seq("scala", "java").map(name => main.resolve(s"$name/org/apache/spark/stagecrew/spark")) ++ versions
     folders.flatMap(folder => Using.resource(Files.walk(folder))(_.iterator.asScala.map(_.getFileName.toString).toSeq)).toSet
   }
 

@@ -20,16 +20,26 @@ class TabSuite extends AnyFunSuite {
   private def of(view: TopologyView, parameters: (String, String)*): Elem =
     page("topology", model(application, view), ("id" -> Tab.key(view.id)) +: parameters: _*)
 
-  private def row(page: Elem, table: String, header: String): String = {
-    val headers = (page \\ "table").filter(_ \@ "id" == s"stagecrew-$table").flatMap(_ \\ "th").map(_.text.trim)
-    rows(page, table).head(headers.indexOf(header))
-  }
-
   test("the overview lists the application, then active topologies, then closed ones, each newest first") {
     val listed = rows(overview(application, topology("a", state = "closed"), topology("b"),
       topology("c", state = "closed"), topology("d", state = "closing")), "topologies")
     assert(listed.map(_(1)) == Seq("application", "d", "b", "c", "a"))
     assert(listed.head(5) == "1.0 min" && listed.last(5) == "30 s")
+  }
+
+  test("a page of a running application is updated by a script, often while something runs") {
+    def period(views: TopologyView*): String =
+      (overview(views: _*) \\ "div").find(_ \@ "id" == "stagecrew-content").get \@ "data-stagecrew-period"
+    assert((period(application), period(application, topology("a")), period(topology("a", state = "closed"))) ==
+      (("5000", "1000", "5000")))
+    assert((overview() \\ "script").map(_ \@ "src") == Seq("/ui/stagecrew/static/live.js"))
+    val history = page("", model(topology("a")).copy(history = true))
+    assert((history \\ "script").isEmpty && !(history \\ "div").exists(_ \@ "id" == "stagecrew-content"))
+  }
+
+  test("columns that are zero in all rows are not shown") {
+    val headers = (overview(topology("a", listeners = 1)) \\ "th").map(_.text.trim)
+    assert(headers.contains("Opens") && !headers.contains("Lost") && !headers.contains("Coordinators"))
   }
 
   test("a hint explains how to begin a topology, but only before the first one") {
@@ -38,9 +48,9 @@ class TabSuite extends AnyFunSuite {
   }
 
   test("the overview shows the sum of a listener over all executors, and a topology's page shows each executor") {
-    val one = ExecutorCounts(Vector(ListenerCounts(0, "pool", "worker", 3, 2, 1, 0, 1500, 0, "bad")))
+    val one = ExecutorCounts(Vector(ListenerCounts(0, "pool", "worker", 3, 2, 1, 1, 1500, 1500, "bad")))
     val view = topology("a").copy(executors = VectorMap("1" -> one, "2" -> one))
-    assert(rows(overview(view), "listeners") == Seq(Seq("name of a", "pool", "worker", "2", "6", "4", "2", "0", "3.0 ms", "0.0 ms", "bad")))
+    assert(rows(overview(view), "listeners") == Seq(Seq("name of a", "pool", "worker", "2", "6", "4", "2", "2", "3.0 ms", "3.0 ms", "bad")))
     assert(rows(of(view), "listeners").map(_.take(5)) == Seq(Seq("pool", "worker", "1", "3", "2"), Seq("pool", "worker", "2", "3", "2")))
   }
 
@@ -55,7 +65,7 @@ class TabSuite extends AnyFunSuite {
 
   test("a topology's page shows its coordinators with events in both directions, waits, progress and percentiles") {
     val html = of(topology("a").copy(operators = Vector(operator("budget"))))
-    def cell(header: String): String = row(html, "coordinators", header)
+    def cell(header: String): String = Views.cell(html, "coordinators", header)
     assert(Seq("Name", "Events in", "Events out", "Requests", "Queued").map(cell) == Seq("budget", "6", "7", "8", "9"))
     assert(cell("Progress") == "splits done 4 / splits left 2" && cell("Waits for") == "subtask 3 since 4 s")
     assert(cell("Replies") == "1.1 ms / 2.2 ms / 3.3 ms / 4.4 ms" && cell("Acknowledgements") == "")
@@ -89,7 +99,7 @@ class TabSuite extends AnyFunSuite {
     val views = Vector(ProcessView("1", "h", 77, "worker", 1000, 5000, samples), ProcessView("1", "h", 78, "agent", 1000, 0, samples))
     val html = page("processes", PageModel(Snapshot(Vector.empty, Totals(), views), 61000))
     assert(rows(html, "processes").map(_.slice(2, 5)) == Seq(Seq("agent", "78", "running"), Seq("worker", "77", "ended")))
-    assert(row(html, "processes", "Memory").startsWith("300.0 MiB") && row(html, "processes", "CPU").startsWith("1.50"))
+    assert(Views.cell(html, "processes", "Memory").startsWith("300.0 MiB") && Views.cell(html, "processes", "CPU").startsWith("1.50"))
     assert((html \\ "svg").size == 8 && (html \\ "svg").forall(_ \@ "role" == "img"))
     assert((html \\ "polyline").head \@ "points" == "1.0,13.0 99.0,1.0")
   }

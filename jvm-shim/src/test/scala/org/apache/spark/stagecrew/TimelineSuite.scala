@@ -21,6 +21,15 @@ class TimelineSuite extends AnyFunSuite {
       ("stagecrew-task", "655.0", "task of 500 on 1, 500 ms"))
   }
 
+  test("running tasks are drawn up to the end of the timeline, and are counted in the summary") {
+    val html = Timeline.of(Views.topology("t").copy(started = 0), 1000, Seq(span("1", 200, 0), span("2", 900, 0)))
+    assert(bars(html).map(bar => (bar \ "title").text) ==
+      Seq("task of 200 on 1, still running", "task of 900 on 2, still running"))
+    assert((html \\ "p").last.text == "2 tasks on 2 executors, none failed, 2 still running.")
+    val many = Timeline.of(Views.topology("t").copy(started = 0), 1000, Seq.fill(600)(span("1", 200, 0)))
+    assert(bars(many).size == Timeline.MaxRunning)
+  }
+
   test("each executor has a lane, in which overlapping spans are below each other") {
     val html = drawn(100, span("1", 0, 50), span("1", 10, 60), span("2", 0, 50), span("1", 50, 90))
     assert(bars(html).map(bar => (bar \@ "y").toInt).toSet.size == 3)

@@ -54,6 +54,12 @@ object Views {
     case other => other
   }
 
+  /** The text of the cell below this heading, in the first row of a table. */
+  def cell(page: Elem, table: String, header: String): String = {
+    val headers = (page \\ "table").filter(_ \@ "id" == s"stagecrew-$table").flatMap(_ \\ "th").map(_.text.trim)
+    rows(page, table).head(headers.indexOf(header))
+  }
+
   /** The texts of the cells of a table, row by row. */
   def rows(page: Elem, id: String): Seq[Seq[String]] =
     (page \\ "table").filter(_ \@ "id" == s"stagecrew-$id").flatMap(_ \\ "tr").map(_ \ "td").map(_.map(_.text.trim)).filter(_.nonEmpty)

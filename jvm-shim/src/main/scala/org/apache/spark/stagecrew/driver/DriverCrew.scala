@@ -39,6 +39,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     () => if (SparkInternals.removesIdleExecutors(sc)) SparkInternals.post(sc, PinningChanged()))
   private val ends = new TopologyEnds(this)
   private val events = new BusListener(this)
+  private val runningTasks = new RunningTasks
   private val totals = new TotalsBook(settings.retainedDeadExecutors)
   private val processes = new ProcessBook
   private val stopping = ConcurrentHashMap.newKeySet[String]() // the runs of streaming queries that are being stopped
@@ -59,6 +60,10 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   def start(application: Description): Unit = {
     call(add(application, ApplicationKind))
     SparkInternals.addListener(sc, events)
+    if (SparkUi.hasUi(sc)) {
+      SparkInternals.addListener(sc, runningTasks)
+      every(1000)("publishing the running tasks")(publishRunning())
+    }
     every(1000)("checking executions")(checkExecutions())
     eventLog.foreach(log => every(1000)("storing the state in the event log")(log.tick(snapshot)))
   }
@@ -299,8 +304,14 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   private[stagecrew] def publish(changed: Topology*): Unit = {
     changed.foreach(_.changed())
     published = Snapshot(topologies.values.map(_.view).toVector, totals.sum, processes.views, storedJob,
-      coordinatorTotals._2, ends.forgotten)
+      coordinatorTotals._2, ends.forgotten, published.running)
     eventLog.foreach(log => Log.contained("storing the state in the event log")(log.changed(published)))
+  }
+
+  /** Publishes the tasks that run now. The rest of the snapshot stays the same. */
+  private def publishRunning(): Unit = {
+    val running = runningTasks.byTopology
+    if (running.nonEmpty || published.running.nonEmpty) published = published.copy(running = running)
   }
 
   private def call[T](f: => T): T = {

@@ -108,9 +108,12 @@ private[stagecrew] abstract class HistoryTab[T](prefix: String, valueClass: Clas
 }
 
 private[stagecrew] object SparkUi {
-  /** Attaches a tab if the application has a UI. */
-  def attachTab(sc: SparkContext, prefix: String, pages: => Seq[Page]): Unit =
-    sc.ui.foreach(attachTab(_, prefix, pages))
+  /** Attaches a tab and its script, whose path is below the root of the UI, if the application has a UI. */
+  def attachTab(sc: SparkContext, prefix: String, pages: => Seq[Page], path: String, script: Array[Byte]): Unit =
+    sc.ui.foreach { ui =>
+      attachTab(ui, prefix, pages)
+      UiFile.attach(ui, s"/$path", "text/javascript", script)
+    }
 
   def attachTab(ui: SparkUI, prefix: String, pages: Seq[Page]): Unit = ui.attachTab(new PagesTab(ui, prefix, pages))
 

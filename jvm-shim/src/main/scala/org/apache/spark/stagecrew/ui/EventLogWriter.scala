@@ -46,7 +46,7 @@ private[stagecrew] final class EventLogWriter(
       if (before.forall(isDue(view, _, isFinal))) storeTopology(view, snapshot, before, isFinal)
     }
     // The number of forgotten topologies is not stored: the reader computes it from its own limit.
-    val rest = snapshot.copy(topologies = Vector.empty, forgottenTopologies = 0)
+    val rest = snapshot.copy(topologies = Vector.empty, forgottenTopologies = 0, running = VectorMap.empty)
     if (application.forall(isDue(rest, _, isFinal)))
       application = Some(send(StagecrewState.Application, "", rest, application, isFinal)(EventLogWriter.body(rest)))
   }

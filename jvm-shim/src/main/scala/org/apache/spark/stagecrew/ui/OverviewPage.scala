@@ -21,7 +21,7 @@ private[stagecrew] object OverviewPage {
     val forgotten = model.snapshot.forgottenTopologies
     val listed = all.filter(_.kind != DriverCrew.ApplicationKind).groupBy(_.state).view.mapValues(_.size).toMap
     val states = listed.updated("closed", listed.getOrElse("closed", 0) + forgotten).filter(_._2 > 0).toSeq.sorted
-    Seq[NodeSeq](notes(model),
+    Seq[NodeSeq](notes(model), Hints.of(model).map(Show.hint),
       Show.properties(
         "Topologies" -> Show.value(states.map { case (state, count) => s"$count $state" }.mkString(", ") +
           (if (forgotten > 0) s"; the last ${listed.getOrElse("closed", 0)} closed ones are listed" else "")),

@@ -12,10 +12,12 @@ import driver._, executor._, wire._
  * @param totals sums over all topologies, including those that are no longer listed
  * @param coordinators the sum over all coordinators
  * @param forgottenTopologies the number of closed topologies that are no longer listed
+ * @param running the running tasks of named topologies, by the topology's id. They are not in the event log
  */
 final case class Snapshot(
     topologies: Vector[TopologyView], totals: Totals, processes: Vector[ProcessView] = Vector.empty,
-    recovery: Option[RecoveryView] = None, coordinators: Option[OperatorView] = None, forgottenTopologies: Int = 0) {
+    recovery: Option[RecoveryView] = None, coordinators: Option[OperatorView] = None, forgottenTopologies: Int = 0,
+    running: VectorMap[String, Vector[Span]] = VectorMap.empty) {
   private[stagecrew] def json: ObjectNode = Json.tree(this).put("version", Snapshot.Version)
 }
 

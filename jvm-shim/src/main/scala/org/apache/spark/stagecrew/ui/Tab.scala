@@ -24,6 +24,14 @@ private[stagecrew] final case class PageModel(
   /** The time from `started` to `ended`, or to now if `ended` is 0. */
   def elapsed(started: Long, ended: Long): Long = math.max(0L, (if (ended > 0) ended else now) - started)
 
+  /** The running tasks of a topology. */
+  def running(topology: TopologyView): Vector[Span] = snapshot.running.getOrElse(topology.id, Vector.empty)
+
+  /** How often a page is updated, in milliseconds: every second while something runs. */
+  def period: Int =
+    if (snapshot.running.nonEmpty || snapshot.topologies.exists(t => t.kind != DriverCrew.ApplicationKind &&
+      t.state != "closed")) 1000 else 5000
+
   /** The topology with this id or link key. */
   def find(key: String): Option[TopologyView] = snapshot.topologies.find(t => t.id == key || Tab.key(t.id) == key)
 }
@@ -38,16 +46,18 @@ private[stagecrew] final case class PageHead(version: Int, notes: Seq[String])
  */
 private[stagecrew] object Tab {
   val Prefix = "stagecrew"
+  private val Static = "static"
 
   def attach(sc: SparkContext, crew: DriverCrew): Unit =
     SparkUi.attachTab(sc, Prefix, pages(() => PageModel(crew.snapshot, System.currentTimeMillis(),
-      notes = Map("" -> crew.partitions.problems))))
+      notes = Map("" -> crew.partitions.problems))), s"$Prefix/$Static", script)
 
   def pages(model: () => PageModel): Seq[Page] = {
     def page(
         path: String, title: (PageModel, PageRequest) => String, content: (PageModel, PageRequest) => Seq[Node],
         json: (PageModel, PageRequest) => ObjectNode): Page = {
-      def html(now: PageModel, request: PageRequest): Seq[Node] = menu(now, request, path) ++ content(now, request)
+      def html(now: PageModel, request: PageRequest): Seq[Node] =
+        live(now, request, menu(now, request, path) ++ content(now, request))
       Page(path, title(model(), _), html(model(), _), request => Json.write(json(model(), request)))
     }
     Seq(
@@ -57,6 +67,15 @@ private[stagecrew] object Tab {
         (now, _) => ProcessesPage.json(now)),
       page("jobs", (_, _) => "Stagecrew: stored job", JobPage.html, (now, _) => JobPage.json(now)))
   }
+
+  /** The content of a page, which the script updates. In the History Server nothing changes. */
+  private def live(model: PageModel, request: PageRequest, content: Seq[Node]): Seq[Node] =
+    if (model.history) content
+    else <div id="stagecrew-content" data-stagecrew-period={model.period.toString}>{content}</div> ++
+      <script src={s"${request.root}/$Static/live.js"} defer="defer"></script>
+
+  private lazy val script: Array[Byte] =
+    getClass.getResourceAsStream("/org/apache/spark/stagecrew/ui/live.js").readAllBytes()
 
   /** The first fields in the JSON of a page. `id` is the topology's id on the page of a topology. */
   def head(model: PageModel, id: String = ""): ObjectNode =

@@ -7,20 +7,23 @@ import scala.util.Try
 import scala.xml.{Elem, Node, NodeSeq, Text}
 import spark._
 
-/** A column of a table. Its name is part of links, so the name consists only of letters, digits and spaces. */
+/** A column of a table. Its name is part of links, so the name consists only of letters, digits and spaces. If the
+  * column is zero in all rows, the table does not show it. */
 private[stagecrew] final case class Column[T](
-  name: String, order: Option[Ordering[T]], help: Option[String], cell: T => Node)
+  name: String, order: Option[Ordering[T]], help: Option[String], cell: T => Node,
+  isZero: T => Boolean = (_: T) => false)
 
 private[stagecrew] object Column {
   def text[T](name: String, help: String = "")(f: T => String): Column[T] = formatted(name, help)(f)(Show.text)
-  def number[T](name: String, help: String = "")(f: T => Long): Column[T] = formatted(name, help)(f)(_.toString)
+  def number[T](name: String, help: String = "")(f: T => Long): Column[T] =
+    formatted(name, help)(f)(_.toString).copy(isZero = f(_) == 0)
   /** A size in bytes. The cell is empty for 0. */
   def bytes[T](name: String)(f: T => Long): Column[T] =
-    formatted(name)(f)(bytes => if (bytes == 0) "" else SparkUi.formatBytes(bytes))
+    formatted(name)(f)(bytes => if (bytes == 0) "" else SparkUi.formatBytes(bytes)).copy(isZero = f(_) == 0)
   /** A time in milliseconds since the epoch. The cell is empty unless the value is positive. */
   def date[T](name: String)(f: T => Long): Column[T] = formatted(name)(f)(Show.date)
   def duration[T](name: String)(ms: T => Long): Column[T] = formatted(name)(ms)(SparkUi.formatDuration)
-  def micros[T](name: String)(f: T => Long): Column[T] = formatted(name)(f)(Show.micros)
+  def micros[T](name: String)(f: T => Long): Column[T] = formatted(name)(f)(Show.micros).copy(isZero = f(_) == 0)
 
   private def formatted[T, K: Ordering](name: String, help: String = "")(f: T => K)(format: K => Any): Column[T] =
     of(name, help)(f)(row => <td>{format(f(row))}</td>)
@@ -29,6 +32,7 @@ private[stagecrew] object Column {
   def count[T](name: String, help: String = "")(f: T => Seq[String], more: T => Int = (_: T) => 0): Column[T] = {
     def size(row: T): Int = f(row).size + more(row)
     of(name, help)(size)(row => <td title={Show.title(f(row).mkString("\n"))}>{size(row).toString}</td>)
+      .copy(isZero = size(_) == 0)
   }
 
   def of[T, K](name: String, help: String = "")(key: T => K)(cell: T => Node)
@@ -68,10 +72,11 @@ private[stagecrew] final class Tables(
   def apply[T](table: Table[T]): NodeSeq = {
     val paging = pagings(table.tag)
     val others = tables.filter(_.tag != table.tag).flatMap(other => Tables.parameters(other.tag, pagings(other.tag)))
+    val columns = table.columns.filterNot(column => table.rows.nonEmpty && table.rows.forall(column.isZero))
     val query = (fixed ++ others).map { case (name, value) => s"&$name=${URLEncoder.encode(value, "UTF-8")}" }.mkString
-    val sparkTable = new SparkTable[T](table.tag, table.columns.map(c => (c.name, c.order.nonEmpty, c.help)),
+    val sparkTable = new SparkTable[T](table.tag, columns.map(c => (c.name, c.order.nonEmpty, c.help)),
       table.sorted(paging),
-      row => table.columns.map(_.cell(row)), s"${request.root}/$path?${query.stripPrefix("&")}", paging)
+      row => columns.map(_.cell(row)), s"${request.root}/$path?${query.stripPrefix("&")}", paging)
     val small = table.rows.size <= paging.size && paging.size == Tables.PageSize
     <div class="table-responsive">{if (small) sparkTable.allRows else sparkTable.onePage}</div>
   }
@@ -144,6 +149,8 @@ private[stagecrew] object Show {
     val firsts = texts.take(20).flatMap(value => Seq[Node](Text(", "), text(value))).drop(1)
     NodeSeq.fromSeq(firsts ++ Option.when(more > 0)(Text(s" and $more more")))
   }
+
+  def hint(text: String): Node = <p class="alert alert-info stagecrew-hint" role="status">{text}</p>
 
   def warning(text: String): Node = <p class="alert alert-warning" role="status">{text}</p>
 }

@@ -11,6 +11,7 @@ private[stagecrew] object Timeline {
   val MaxLanes = 40
   val MaxRows = 12 // in the lane of each executor
   val MaxSpans: Int = SpanBook.PerTopology
+  val MaxRunning = 500
 
   private val Width = 1200
   private val Left = 120
@@ -20,16 +21,19 @@ private[stagecrew] object Timeline {
   private val OtherColour = "#8a8a8a"
   private val FailedColour = "#d64550"
 
-  /** The timeline of a topology up to the time `until`, with a summary in words. */
-  def of(topology: TopologyView, until: Long): NodeSeq =
-    if (topology.spans.isEmpty && topology.spansDropped == 0) <p>Nothing is recorded: no listener or task began.</p>
-    else if (topology.spans.isEmpty)
+  /** The timeline of a topology up to the time `until`, with its running tasks, and a summary in words. */
+  def of(topology: TopologyView, until: Long, running: Seq[Span] = Nil): NodeSeq =
+    if (topology.spans.isEmpty && running.isEmpty && topology.spansDropped == 0)
+      <p>Nothing is recorded: no listener or task began.</p>
+    else if (topology.spans.isEmpty && running.isEmpty)
       <p>{s"The recorded spans (${topology.spansDropped}) are no longer kept."}</p>
     else {
-      val spans = topology.spans.takeRight(MaxSpans)
+      val ended = topology.spans.takeRight(MaxSpans)
+      val spans = ended ++ running.take(MaxRunning)
       val executors = spans.map(_.executor).distinct.sortBy(id => (id.length, id)) // 2 before 10
-      val notShown = topology.spansDropped + topology.spans.size - spans.size
-      svg(spans, executors.take(MaxLanes), topology.started, until) ++ <p>{summary(topology.spans, executors.size)}{
+      val notShown = topology.spansDropped + topology.spans.size - ended.size
+      val words = summary(topology.spans ++ running, executors.size)
+      svg(spans, executors.take(MaxLanes), topology.started, until) ++ <p>{words}{
         if (notShown > 0) s" $notShown more are not shown." else ""}{
         if (executors.size > MaxLanes) s" Only the first $MaxLanes executors are shown." else ""}</p>
     }
@@ -40,8 +44,9 @@ private[stagecrew] object Timeline {
       case (kind, count) if count > 0 => s"$count $kind${if (count == 1) "" else "s"}"
     }
     val failed = spans.count(_.failed)
+    val runs = spans.count(_.ended == 0)
     s"${kinds.mkString(", ")} on $executors executor${if (executors == 1) "" else "s"}, " +
-      s"${if (failed == 0) "none" else failed.toString} failed."
+      s"${if (failed == 0) "none" else failed.toString} failed${if (runs > 0) s", $runs still running" else ""}."
   }
 
   private def svg(spans: Seq[Span], executors: Seq[String], started: Long, until: Long): Node = {

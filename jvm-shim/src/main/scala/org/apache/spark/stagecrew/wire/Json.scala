@@ -29,6 +29,7 @@ private[stagecrew] object Json {
   def obj(): ObjectNode = mapper.createObjectNode()
 
   def write(value: Any): String = mapper.writeValueAsString(node(value))
+  def list(values: Iterable[Any]): JsonNode = node(values)
   def tree(value: Product): ObjectNode = node(value).asInstanceOf[ObjectNode]
   def read[T: ClassTag](text: String): T = as[T](parse(text))
   def as[T](node: JsonNode)(implicit tag: ClassTag[T]): T = value(node, tag.runtimeClass).asInstanceOf[T]
