@@ -1,6 +1,7 @@
 """MkDocs hooks: insert generated tables and repository files into pages, so that pages cannot differ from them."""
 
 import sys
+import tomllib
 from pathlib import Path
 
 from stagecrew.conf import table
@@ -20,6 +21,15 @@ LANGUAGES = {
     ".yml": "yaml",
     "Dockerfile": "dockerfile",
 }
+
+
+def on_config(config):
+    """Adds a link to the repository, if pyproject.toml names its address."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    repository = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
+    if repository:
+        config.repo_url, config.repo_name = repository, "stagecrew"
+    return config
 
 
 def file_block(path):

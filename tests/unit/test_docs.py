@@ -6,9 +6,11 @@ import ast
 import html
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,6 +62,17 @@ def test_pages_load_nothing_from_other_hosts(site):
             link for link in re.findall(r"<link[^>]+href=\"?https?://[^>]+", text) if "rel=canonical" not in link
         ]
         assert not loaded, f"{page.name}: {loaded}"
+
+
+def test_the_site_links_to_the_repository_if_its_address_is_set(monkeypatch):
+    """The address comes from the one setting in pyproject.toml. Without it, the site has no link."""
+    hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    config = SimpleNamespace(repo_url=None, repo_name=None)
+    assert hooks["on_config"](config).repo_url is None
+    address = "https://example.org/stagecrew"
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8").replace('repository = ""', f'repository = "{address}"')
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: text)
+    assert hooks["on_config"](config).repo_url == address
 
 
 @pytest.mark.slow

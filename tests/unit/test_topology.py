@@ -18,6 +18,8 @@ from stagecrew.session.builder import Crew
 from stagecrew.session.topology import Topology
 from stagecrew.wire.frames import decode_all
 
+DESCRIPTION = "spark.job.description"
+
 
 class FakeContext:
     """A fake SparkContext with local properties and job tags, which each thread has for itself."""
@@ -34,8 +36,15 @@ class FakeContext:
         return self._here.__dict__.setdefault("all", {"property": None, "tags": set()})
 
     def getLocalProperty(self, key: str) -> str | None:
+        if key == DESCRIPTION:
+            return self.description
         assert key == PROPERTY
         return self.thread_state["property"]
+
+    @property
+    def description(self) -> str | None:
+        """The description of the jobs of this thread."""
+        return self._here.__dict__.get("description")
 
     @property
     def ended_here(self) -> str | None:
@@ -45,6 +54,9 @@ class FakeContext:
     def setLocalProperty(self, key: str, value: str | None) -> None:
         if key == LEFT:
             self._here.ended_here = value
+            return
+        if key == DESCRIPTION:
+            self._here.description = value
             return
         assert key == PROPERTY
         self.thread_state["property"] = value
@@ -180,6 +192,19 @@ def test_a_topology_needs_a_name(crew, name):
     """A topology without a text as its name is refused."""
     with pytest.raises(ConfigurationError, match="name of a topology must be a text that is not empty"):
         topology(crew, name)
+
+
+def test_jobs_are_described_by_the_innermost_topology_unless_they_are_described(crew):
+    """The description follows the topologies of the thread. A description of the user stays, wherever it was set."""
+    with crew.topology("day"):
+        assert crew.context.description == "topology day"
+        with crew.topology("hour"):
+            assert crew.context.description == "topology hour"
+        assert crew.context.description == "topology day"
+        crew.context.setLocalProperty(DESCRIPTION, "mine")
+        with crew.topology("hour"):
+            assert crew.context.description == "mine"
+    assert crew.context.description == "mine"
 
 
 def test_nested_topologies_set_the_property_and_tags(crew):

@@ -22,6 +22,8 @@ __all__ = ["PROPERTY", "ActiveTopologies", "TopologyNode"]
 #: For error messages, tasks receive the ids of this many of the last topologies that ended in the thread of their
 #: action.
 _REMEMBERED: Final = 5
+#: The local property with the description of jobs, which Spark's pages show.
+_DESCRIPTION: Final = "spark.job.description"
 
 
 class TopologyNode:
@@ -62,6 +64,8 @@ class _ThreadState(threading.local):
         #: this id, or None.
         self.inherited_property: str | None = None
         self.inherited: TopologyNode | None = None
+        #: The description of Spark's jobs that stagecrew has set for this thread.
+        self.description: str | None = None
         #: The ids of topologies with listeners that ended in this thread.
         self.ended_here: list[str] = []
 
@@ -145,6 +149,7 @@ class ActiveTopologies:
         mine.entered.append(topology)
         context.setLocalProperty(PROPERTY, topology.id)
         context.addJobTag(topology.tag)
+        self._describe_jobs()
 
     def leave(self, topology: TopologyNode) -> None:
         """Undoes `enter`. If this thread has not entered the topology, it only removes topologies that have ended."""
@@ -174,6 +179,14 @@ class ActiveTopologies:
                 context.removeJobTag(topology.tag)
         innermost = mine.entered[-1].id if mine.entered else self._outer_property()
         context.setLocalProperty(PROPERTY, innermost)  # type: ignore[arg-type]
+        self._describe_jobs()
+
+    def _describe_jobs(self) -> None:
+        """Describes the jobs of this thread by its innermost topology, unless the user or Spark has described them."""
+        mine, context = self._thread, self._connection.context
+        if context.getLocalProperty(_DESCRIPTION) == mine.description:
+            mine.description = f"topology {mine.entered[-1].name}" if mine.entered else None
+            context.setLocalProperty(_DESCRIPTION, mine.description)  # type: ignore[arg-type]
 
     def _outer_property(self) -> str | None:
         """The value of the property after this thread has left all topologies that it entered."""
