@@ -62,16 +62,16 @@ def compare_disk(spark: SparkSession, flights: DataFrame) -> Disk:
     with stagecrew.crew(spark).topology("delays"):
         delays.count()
     after = _stored(spark)
-    return Disk(_between(before, plain), _between(plain, after))
+    # Spark may delete files of earlier runs meanwhile, when the driver collects garbage.
+    return Disk(_new(plain, before), _new(after, plain))
 
 
-def _stored(spark: SparkSession) -> Left:
-    """The shuffle files on the disks of all executors. Each executor runs a task that counts them."""
+def _stored(spark: SparkSession) -> dict[str, int]:
+    """The sizes of the shuffle files on the disks of all executors. Each executor runs a task that lists them."""
     context = spark.sparkContext
     tasks = 4 * context.defaultParallelism
     found = context.parallelize(range(tasks), tasks).mapPartitions(_shuffle_files).collect()
-    files = {path: size for one in found for path, size in one.items()}
-    return Left(len(files), sum(files.values()))
+    return {path: size for one in found for path, size in one.items()}
 
 
 def _shuffle_files(_: Iterable[int]) -> Iterator[dict[str, int]]:
@@ -82,5 +82,6 @@ def _shuffle_files(_: Iterable[int]) -> Iterator[dict[str, int]]:
         yield {f"{socket.gethostname()}:{path}": path.stat().st_size for path in paths}
 
 
-def _between(before: Left, after: Left) -> Left:
-    return Left(after.files - before.files, after.bytes - before.bytes)
+def _new(files: dict[str, int], before: dict[str, int]) -> Left:
+    sizes = [size for path, size in files.items() if path not in before]
+    return Left(len(sizes), sum(sizes))
