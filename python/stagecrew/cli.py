@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stagecrew._version import __version__
+from stagecrew.demo import PARTS
 from stagecrew.errors import ConfigurationError, StagecrewError
 from stagecrew.jar import jar_path, spark_conf
 from stagecrew.observability.console import table, wide_console
@@ -186,7 +187,7 @@ def doctor(context: click.Context, master: str, no_spark: bool, as_json: bool) -
     "--part",
     "parts",
     multiple=True,
-    type=click.Choice(["connections", "skew", "disk", "driver"]),
+    type=click.Choice(PARTS),
     help="Run this part only. May be repeated.",
 )
 @click.option("--wait", is_flag=True, help="Keep the Spark UI open until you press Enter.")

@@ -77,9 +77,9 @@ def _stored(spark: SparkSession) -> dict[str, int]:
 def _shuffle_files(_: Iterable[int]) -> Iterator[dict[str, int]]:
     # Spark passes its local directories to Python workers.
     folders = os.environ["SPARK_LOCAL_DIRS"].split(",")
-    paths = [path for folder in folders for path in Path(folder).rglob("shuffle_*.data")]
-    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-        yield {f"{socket.gethostname()}:{path}": path.stat().st_size for path in paths}
+    for path in (path for folder in folders for path in Path(folder).rglob("shuffle_*.data")):
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+            yield {f"{socket.gethostname()}:{path}": path.stat().st_size}
 
 
 def _new(files: dict[str, int], before: dict[str, int]) -> Left:

@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 import stagecrew
+from stagecrew.demo import PARTS
 from stagecrew.demo.connections import compare_connections, warm_up
 from stagecrew.demo.databases import Database, database_of
 from stagecrew.demo.disk import compare_disk
@@ -30,12 +31,9 @@ if TYPE_CHECKING:
 
     from stagecrew.demo.part import Part
 
-__all__ = ["PARTS", "Demo"]
+__all__ = ["Demo"]
 
 T = TypeVar("T")
-
-#: The parts of the demo, in their order.
-PARTS: Final = ("connections", "skew", "disk", "driver")
 
 
 class Demo:

@@ -29,7 +29,7 @@ _POLL_PERIOD: Final = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class JobView:
-    """What a command shows of a job: its state, its run, the process of that run, and its finished steps."""
+    """The facts about a job that commands show: its state, its run, the process of that run, and its finished steps."""
 
     state: str
     run: int = 0

@@ -68,7 +68,7 @@ def _follow(jobs: Jobs, work: Path, job: str) -> None:
     first: int | None = None
     try:
         while True:
-            is_terminal = JobView.read(jobs, job).is_terminal  # before the last read of the output
+            is_terminal = jobs.read(job)[0].state.is_terminal  # before the last read of the output
             found = run_logs(work, job)
             if first is None and found:
                 first = max(run for run, _ in found)

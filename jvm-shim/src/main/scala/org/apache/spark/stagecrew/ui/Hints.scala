@@ -3,7 +3,7 @@ package ui
 
 import driver._, spark._
 
-/** Sentences at the top of a page that name what is worth attention. Each rule is a pure function. */
+/** Sentences at the top of a page about problems that a reader should see. Each rule is a pure function. */
 private[stagecrew] object Hints {
   /** A hook is slow if it takes at least this share of the run. */
   private val SlowShare = 0.5

@@ -23,7 +23,7 @@ private[stagecrew] object TopologyPage {
     def section(name: String, table: Table[_], otherwise: String, count: Int = 0): NodeSeq =
       if (table.rows.nonEmpty) <h4>{s"$name (${math.max(count, table.rows.size)})"}</h4> ++ tables(table)
       else if (otherwise.isEmpty) NodeSeq.Empty else <h4>{name}</h4><p>{otherwise}</p>
-    Seq[NodeSeq](model.notes.getOrElse(topology.id, Nil).map(Show.warning), 
+    Seq[NodeSeq](model.notes.getOrElse(topology.id, Nil).map(Show.warning),
       Hints.of(topology, model.until(topology)).map(Show.hint), summary(model, request, topology),
       <h4>Timeline</h4>, Timeline.of(topology, model.until(topology), model.running(topology)),
       section("Coordinators", operators, "", topology.coordinators),
