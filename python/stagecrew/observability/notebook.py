@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import html
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ from rich.filesize import decimal
 
 from stagecrew.observability.logs import harmless
 
-__all__ = ["amount", "data_size", "duration", "html_table", "one_line", "public_names"]
+__all__ = ["amount", "data_size", "duration", "field_table", "html_table", "one_line", "public_names"]
 
 #: A table in a notebook shows at most this many rows.
 _ROWS: Final = 50
@@ -46,6 +47,13 @@ def one_line(kind: str, name: str, parts: Iterable[str]) -> str:
 def public_names(instance: object, *attributes: str) -> list[str]:
     """The names for `__dir__`: the public methods and properties of a class, and some attributes of the instance."""
     return sorted({name for name in dir(type(instance)) if not name.startswith("_")} | set(attributes))
+
+
+def field_table(values: Sequence[Any]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """The columns and the rows of a table of dataclasses of one kind: a column for each field."""
+    names = [field.name for field in dataclasses.fields(values[0])]
+    rows = [tuple(getattr(one, name) for name in names) for one in values]
+    return tuple(name.replace("_", " ") for name in names), rows
 
 
 def html_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], limit: int | None = _ROWS) -> str:

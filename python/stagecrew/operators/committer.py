@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from stagecrew.observability.notebook import amount, data_size, html_table, one_line
+from stagecrew.observability.notebook import amount, data_size, field_table, html_table, one_line
 
 __all__ = ["CommitReport", "Committer", "Message", "Staging"]
 
@@ -78,8 +78,7 @@ class CommitReport:
         )
 
     def _repr_html_(self) -> str:
-        fields = dataclasses.asdict(self)
-        return html_table("Commit", [name.replace("_", " ") for name in fields], [list(fields.values())])
+        return html_table("Commit", *field_table((self,)))
 
 
 class Committer(Protocol):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable
 from typing import Any
 
 from stagecrew.errors import ConfigurationError, TopologyError
-from stagecrew.observability.notebook import amount, data_size, html_table, one_line
+from stagecrew.observability.notebook import amount, data_size, field_table, html_table, one_line
 
-__all__ = ["PartitionReport", "Release", "java_dataset", "partition_table", "policy"]
+__all__ = ["PartitionReport", "Release", "java_dataset", "policy"]
 
 
 class Release(enum.Enum):
@@ -71,7 +70,7 @@ class PartitionReport:
         )
 
     def _repr_html_(self) -> str:
-        return html_table("Partitions", *partition_table((self,)))
+        return html_table("Partitions", *field_table((self,)))
 
     @classmethod
     def _from_json(cls, topology: str, executor: str, node: dict[str, int]) -> PartitionReport:
@@ -88,13 +87,6 @@ class PartitionReport:
             released_bytes=node["releasedBytes"],
             release_failures=node.get("releaseFailures", 0),
         )
-
-
-def partition_table(reports: Iterable[PartitionReport]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-    """The columns and the rows of a table of reports."""
-    fields = dataclasses.fields(PartitionReport)
-    columns = tuple(field.name.replace("_", " ") for field in fields)
-    return columns, [tuple(getattr(one, field.name) for field in fields) for one in reports]
 
 
 def policy(release: Release | str) -> Release:

@@ -7,8 +7,8 @@ import datetime as dt
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from stagecrew.observability.notebook import amount, data_size, duration, html_table, one_line
-from stagecrew.partitions.report import PartitionReport, partition_table
+from stagecrew.observability.notebook import amount, data_size, duration, field_table, html_table, one_line
+from stagecrew.partitions.report import PartitionReport
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,7 +55,7 @@ class ListenerReport:
         )
 
     def _repr_html_(self) -> str:
-        return html_table("Listener", *_listener_table((self,)))
+        return html_table("Listener", *field_table((self,)))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -231,11 +231,11 @@ class TopologyReport:
     def _repr_html_(self) -> str:
         tables = [html_table(f"Topology {self.name}", *_topology_table((self,)))]
         if self.listeners:
-            tables.append(html_table("Listeners", *_listener_table(self.listeners)))
+            tables.append(html_table("Listeners", *field_table(self.listeners)))
         if self.operators:
             tables.append(html_table("Coordinators", *_operator_table(self.operators)))
         if stored := [one for one in self.partitions if one.outputs or one.blocks or one.released]:
-            tables.append(html_table("Partitions", *partition_table(stored)))
+            tables.append(html_table("Partitions", *field_table(stored)))
         return "".join(tables)
 
     @property
@@ -364,11 +364,6 @@ def _topology_table(reports: Iterable[TopologyReport]) -> tuple[tuple[str, ...],
         for one in reports
     ]  # fmt: skip
     return columns, rows
-
-
-def _listener_table(listeners: Iterable[ListenerReport]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-    columns = tuple(field.name.replace("_", " ") for field in dataclasses.fields(ListenerReport))
-    return columns, [tuple(getattr(one, field.name) for field in dataclasses.fields(one)) for one in listeners]
 
 
 def _operator_table(operators: Iterable[OperatorReport]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
