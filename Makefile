@@ -12,7 +12,7 @@ JAR := $(STAMPS)/jar
 # The newest PySpark of each supported minor version. Development uses the newest one.
 SPARK := 4.3.0
 OTHER_SPARKS := 4.2.1 4.1.4 4.0.5
-EXTRAS := --extra spark --extra zookeeper --extra iceberg --extra postgres --extra demo
+EXTRAS := --extra spark --extra zookeeper --extra iceberg --extra postgres --extra demo --extra otel
 unexport PYSPARK_PYTHON
 ifdef JAVA_HOME  # sbt and the tests use the JDK that is on the PATH
 export PATH := $(JAVA_HOME)/bin:$(PATH)

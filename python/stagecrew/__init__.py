@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Operator
     from stagecrew.jar import jar_path, spark_conf
+    from stagecrew.listeners.trace_context import TraceContext
     from stagecrew.operators import read_committed
     from stagecrew.partitions.report import PartitionReport, Release
     from stagecrew.recovery import current_job
@@ -64,6 +65,7 @@ __all__ = [
     "TaskGateway",
     "Topology",
     "TopologyReport",
+    "TraceContext",
     "__version__",
     "configure",
     "crew",
@@ -91,6 +93,7 @@ _LAZY = {
     "TaskGateway": "worker.task_gateway",
     "Topology": "session.topology",
     "TopologyReport": "session.reports",
+    "TraceContext": "listeners.trace_context",
     "configure": "session.builder",
     "crew": "session.builder",
     "current_job": "recovery",

@@ -114,6 +114,13 @@ KEYS: Final[tuple[Key, ...]] = (
         "of the others are added up under `forgotten`.",
     ),
     Key(
+        "spark.stagecrew.tracing",
+        "boolean",
+        "false",
+        "Whether the driver exports OpenTelemetry spans of topologies, tasks, listeners, requests, commits, supersteps "
+        "and steps. It needs `pip install 'stagecrew[otel]'` on the driver.",
+    ),
+    Key(
         "spark.stagecrew.eventLog.interval",
         "duration",
         "10s",

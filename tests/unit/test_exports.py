@@ -53,8 +53,8 @@ def test_every_name_that_can_be_imported_is_in_all():
 ROOT_NAMES = """
     Checkpoint Coordinator CoordinatorContext Crew Evaluation Gateway LatencySummary Lifetime Listener ListenerContext
     ListenerReport LoggingContext Operator OperatorReport PartitionReport Release Resource Scope StagecrewError
-    StructuredFormatter Task TaskGateway Topology TopologyReport __version__ configure crew current_job is_active jar_path
-    read_committed resource spark_conf
+    StructuredFormatter Task TaskGateway Topology TopologyReport TraceContext __version__ configure crew current_job
+    is_active jar_path read_committed resource spark_conf
 """
 
 

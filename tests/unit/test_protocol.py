@@ -87,7 +87,9 @@ class Protocol(RuleBasedStateMachine):
         self.threads, self.mailbox = InlineThreads(), FakeMailbox()
         self.broken = None
         self.host = Host(self, 1 << 20, 5.0, lambda: self.now)
-        owner = types.SimpleNamespace(name="t", store={}, changed={}, fail=self.failures.append, idle=lambda: None)
+        owner = types.SimpleNamespace(
+            name="t", id="t-1", store={}, changed={}, fail=self.failures.append, idle=lambda: None
+        )
         self.binding = Binding("b", "o/1", "o", Echo, owner, self.threads)
         self.binding.begin()
         self.host.add(self.binding)

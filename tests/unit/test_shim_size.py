@@ -21,6 +21,8 @@ ADDED = {
     "private fields that a Spark may lack: keep raises then, or keeps everything": 14,
     "hints on the pages, which the History Server shows too": 66,
     "pages that update themselves, running tasks, and tables without columns of zeros": 93,
+    "running hooks, which only executors know, on the pages": 51,
+    "ended hooks and tasks, for the spans that the driver's Python exports": 67,
 }
 WIDEST = 120
 

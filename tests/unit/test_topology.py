@@ -29,6 +29,9 @@ class FakeContext:
         self._here = threading.local()
         self.master, self.pythonExec, self.environment, self._python_includes = "yarn", "python", {}, []
 
+    def getConf(self) -> dict[str, str]:
+        return {}
+
     @property
     def thread_state(self) -> dict[str, Any]:
         if self._jsc is None:

@@ -55,6 +55,7 @@ class CoordinatorContext:
         topology: The topology's name.
         store: The dictionary that the topology's coordinators share.
         make_async: Called with the operator's name. Returns the executor that `call_async` uses.
+        topology_id: The topology's id.
 
     Examples:
         >>> import stagecrew
@@ -76,14 +77,21 @@ class CoordinatorContext:
     """
 
     __slots__ = (
-        "_async", "_backend", "_lock", "_make_async", "_paused", "_state", "operator", "progress", "store", "topology",
+        "_async", "_backend", "_lock", "_make_async", "_paused", "_state", "_topology_id", "operator", "progress",
+        "store", "topology",
     )  # fmt: skip
 
     def __init__(
-        self, operator: str, topology: str, store: dict[str, Any], make_async: Callable[[str], AsyncExecutor]
+        self,
+        operator: str,
+        topology: str,
+        store: dict[str, Any],
+        make_async: Callable[[str], AsyncExecutor],
+        topology_id: str = "",
     ) -> None:
         self.operator = operator
         self.topology = topology
+        self._topology_id = topology_id
         self.store = store
         #: The values passed to `report` so far. Each call replaces the whole mapping, so any thread may read it.
         self.progress: Mapping[str, Any] = NO_PROGRESS

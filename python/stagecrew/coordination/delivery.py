@@ -56,6 +56,8 @@ class Delivery:
             with live.replies_lock:
                 live.replies[sequence] = None
             statistics.requests += 1
+            if live.request_spans is not None:
+                live.request_spans.begin(sequence)
             instance.enqueue(self._handle_request, instance, live, sequence, payload, statistics, self._clock())
 
     def finish(self, live: LiveEvaluation, sequence: int) -> bool:
@@ -160,6 +162,8 @@ class Delivery:
                 if len(payload) >= _LARGE_REPLY and live.large_reply != sequence:
                     live.replies.pop(live.large_reply, None)
                     live.large_reply = sequence
+        if live.request_spans is not None:
+            live.request_spans.end(sequence, outcome)
         evaluation = live.evaluation
         self._transport.send(
             live.gateway.route,

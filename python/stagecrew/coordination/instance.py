@@ -77,7 +77,7 @@ class Instance:
     def __init__(self, use: Use) -> None:
         self._use = use
         owner, threads = use.owner, use.threads
-        self.context = CoordinatorContext(use.operator, owner.name, owner.store, threads.async_calls)
+        self.context = CoordinatorContext(use.operator, owner.name, owner.store, threads.async_calls, owner.id)
         self.coordinator: Coordinator | None = None
         self.summary = _NO_SUMMARY
         #: The time when a new summary was requested, or None if none is requested.

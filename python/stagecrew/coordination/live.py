@@ -8,6 +8,7 @@ from typing import Final
 from stagecrew.bounded import Bounded
 from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.coordination.gateway import Gateway
+from stagecrew.observability.spans import SlowestSpans
 
 __all__ = ["LiveEvaluation"]
 
@@ -23,8 +24,12 @@ class LiveEvaluation:
     `large_reply`. Only the coordinator's thread changes the other counters.
     """
 
-    def __init__(self, evaluation: Evaluation, gateway: Gateway, now: float) -> None:
+    def __init__(
+        self, evaluation: Evaluation, gateway: Gateway, now: float, request_spans: SlowestSpans | None = None
+    ) -> None:
         self.evaluation, self.gateway = evaluation, gateway
+        #: None if the topology is not traced.
+        self.request_spans = request_spans
         #: The sequence number of the next message from the task.
         self.expected = 1
         self.replies_lock = threading.Lock()
@@ -36,3 +41,9 @@ class LiveEvaluation:
         self.handled = self.reported = 0
         self.unreported_bytes = 0
         self.reported_at = now
+
+    def close(self, reason: str) -> None:
+        """Ends the gateway: the evaluation has ended for this reason."""
+        self.gateway.end(reason)
+        if self.request_spans is not None:
+            self.request_spans.close()

@@ -13,6 +13,7 @@ from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.instance import Instance
 from stagecrew.coordination.live import LiveEvaluation
+from stagecrew.coordination.request_spans import request_spans
 from stagecrew.coordination.route import Route
 from stagecrew.coordination.threads import Owner
 from stagecrew.coordination.transport import Transport
@@ -104,7 +105,7 @@ class Liveness:
         gateway = Gateway(evaluation, self._limit, self._ack_deadline, self._transport.dirty, route)
         if binding.holds_events:
             gateway.hold()
-        live = LiveEvaluation(evaluation, gateway, self._clock())
+        live = LiveEvaluation(evaluation, gateway, self._clock(), request_spans(binding.owner.id, evaluation))
         binding.statistics.began(gateway)
         begins_again = False
         if (subtask := evaluation.subtask) is not None:
@@ -135,7 +136,7 @@ class Liveness:
             binding.live = binding.live or {}
             binding.statistics.count(outcome)
             binding.instance.end(live, outcome, *([reason] if outcome == "failed" else []))
-        live.gateway.end(reason or outcome)
+        live.close(reason or outcome)
         binding.statistics.ended(live.gateway)
 
     def fail(self, id_: int, reason: str) -> None:
@@ -193,7 +194,7 @@ class Liveness:
         """Aborts these evaluations. Their coordinator is not called."""
         for live in detached:
             self.abort(live.gateway.route, live.evaluation.id, reason)
-            live.gateway.end(reason)
+            live.close(reason)
             binding.statistics.ended(live.gateway)
 
     # -- Acknowledgement deadlines

@@ -77,6 +77,8 @@ class ListenerContext:
     """The argument of `open` and `close`.
 
     `configuration` contains the executor's Spark configuration, without the keys that `spark.redaction.regex` hides.
+    `traceparent` is the trace context of the topology's span, as in the W3C header of this name. It is None without
+    `spark.stagecrew.tracing`.
 
     Examples:
         >>> import stagecrew
@@ -95,11 +97,15 @@ class ListenerContext:
     host: str
     scope: Scope
     configuration: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    traceparent: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     """The argument of `decorate`: one attempt at a Spark task. `attempt` is unique in the application.
+
+    `traceparent` is the trace context of the task's span, as in the W3C header of this name. It is None without
+    `spark.stagecrew.tracing`.
 
     Examples:
         >>> import stagecrew
@@ -120,6 +126,7 @@ class Task:
     partition: int
     attempt: int
     attempt_number: int
+    traceparent: str | None = None
 
 
 class Listener:

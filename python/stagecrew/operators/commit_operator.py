@@ -13,6 +13,7 @@ import pyarrow as pa
 from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.errors import OperatorMisused
+from stagecrew.observability.spans import span
 from stagecrew.operators.commits import commit
 from stagecrew.operators.committer import CommitReport, Committer, Message, Staging
 from stagecrew.spark_version import arrow_schema
@@ -149,7 +150,10 @@ def commit_dataset(
 
     schema = arrow_schema(dataset.schema)
     try:
-        report = commit(sink, commit_log, commit_id, schema, execute, wait_for_tasks, content=content, writer=writer)
+        with span("commit", {"stagecrew.operator": name, "stagecrew.commit_id": commit_id}, scope.operators.id):
+            report = commit(
+                sink, commit_log, commit_id, schema, execute, wait_for_tasks, content=content, writer=writer
+            )
         if coordinators:
             coordinators[-1].context.report(committed=report.parts)
         return report

@@ -12,6 +12,7 @@ from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.errors import OperatorFailed
 from stagecrew.observability.error_summary import error_text
+from stagecrew.observability.spans import EndedSpan, SlowestSpans, topology_traceparent
 from stagecrew.operators.reducers import ReducerCall, reduced
 from stagecrew.operators.superstep_group import SuperstepGroup
 from stagecrew.operators.superstep_messages import IN_PIECES, PIECE, WHOLE, pickled, split_into_pieces
@@ -57,7 +58,11 @@ class SuperstepCoordinator(Coordinator):
             self._attempts.pop(earlier).fail(f"attempt {earlier[1]} at stage {stage} has ended: the stage runs again")
         is_newest = not any(key[0] == stage and key[1] > number for key in self._attempts)
         if (stage, number) not in self._attempts and is_newest:
-            self._attempts[stage, number] = _StageAttempt(f"operator {self.context.operator!r}", evaluation.partitions)
+            self._attempts[stage, number] = _StageAttempt(
+                f"operator {self.context.operator!r}",
+                evaluation.partitions,
+                _step_spans(self.context, stage, number),
+            )
 
     def failed(self, evaluation: Evaluation, reason: str) -> None:
         """See `Coordinator`. Spark runs the stage again, so the other tasks of the attempt get an error."""
@@ -71,7 +76,7 @@ class SuperstepCoordinator(Coordinator):
         if attempt is None or attempt.failure is not None:  # Spark runs the whole stage again
             return
         if self._or_fail_topology(attempt, attempt.group.end, evaluation):
-            del self._attempts[evaluation.stage, evaluation.stage_attempt]
+            self._attempts.pop((evaluation.stage, evaluation.stage_attempt)).close_spans()
 
     def abandoned(self, evaluation: Evaluation) -> None:
         """See `Coordinator`.
@@ -112,6 +117,8 @@ class SuperstepCoordinator(Coordinator):
         reply: Future[Packed] = Future()
         if not attempt.waiting:
             attempt.since = time.monotonic()
+            if attempt.spans is not None:
+                attempt.spans.begin(step)
         attempt.waiting[evaluation] = reply
         reducer = ReducerCall(*call)
         values = self._or_fail_topology(attempt, attempt.group.add, evaluation, step, reducer, value)
@@ -132,6 +139,8 @@ class SuperstepCoordinator(Coordinator):
             failure.__cause__ = error
             self._fail_topology(attempt, failure)
             raise failure from error
+        if attempt.spans is not None:
+            attempt.spans.end(step, "ok")
         self.context.report(step=step + 1, **({"stopped": True} if attempt.is_stopped else {}))
         attempt.reply(result, self._piece)
 
@@ -163,6 +172,11 @@ class SuperstepCoordinator(Coordinator):
                 )
                 self._fail_topology(attempt, error)
 
+    def close(self) -> None:
+        """See `Coordinator`."""
+        for attempt in self._attempts.values():
+            attempt.close_spans()
+
     def waits_for(self) -> str:
         """See `Coordinator`."""
         groups = [(one.group, len(one.waiting)) for one in self._attempts.values() if one.failure is None]
@@ -177,11 +191,33 @@ def _listed(subtasks: list[int]) -> str:
     return ", ".join(map(str, subtasks[:10])) + (", ..." if len(subtasks) > 10 else "")
 
 
+def _step_spans(context: CoordinatorContext, stage: int, stage_attempt: int) -> SlowestSpans | None:
+    """Returns the spans of a stage attempt's steps, or None if its topology is not traced.
+
+    A span begins with the first subtask's value, and ends with the result. Its key is the number of the step.
+    """
+    traceparent = topology_traceparent(context._topology_id)
+    if traceparent is None:
+        return None
+    attributes = {"stagecrew.stage": stage, "stagecrew.stage_attempt": stage_attempt}
+
+    def make(step: int, started: int, ended: int, outcome: str) -> EndedSpan:
+        error = "its stage attempt ended before the result" if outcome == "lost" else ""
+        return EndedSpan(
+            f"superstep {context.operator}", traceparent, started, ended, outcome, error,
+            attributes | {"stagecrew.step": step},
+        )  # fmt: skip
+
+    return SlowestSpans(make)
+
+
 class _StageAttempt:
     """One attempt at a stage: its group, the requests that wait for the result of a step, and the last result."""
 
-    def __init__(self, name: str, subtasks: int) -> None:
+    def __init__(self, name: str, subtasks: int, spans: SlowestSpans | None) -> None:
         self.group = SuperstepGroup(name, subtasks)
+        #: None if the topology is not traced.
+        self.spans = spans
         self.waiting: dict[Evaluation, Future[Packed]] = {}
         self.since = 0.0  # when the first subtask entered the current step
         self.is_stopped = False
@@ -202,6 +238,11 @@ class _StageAttempt:
         for future in waiting.values():
             future.set_result(reply)
 
+    def close_spans(self) -> None:
+        """Ends the spans of the steps."""
+        if self.spans is not None:
+            self.spans.close()
+
     def piece(self, number: int) -> Packed:
         """One piece of the last result. Still kept, because no step ends before all subtasks have the last result."""
         return self._pieces[number]
@@ -209,6 +250,7 @@ class _StageAttempt:
     def fail(self, reason: str) -> None:
         """Ends the attempt: all waiting and later requests of its subtasks fail."""
         self.failure = self.failure or reason
+        self.close_spans()
         waiting, self.waiting = self.waiting, {}
         for future in waiting.values():
             future.set_exception(OperatorFailed(reason))

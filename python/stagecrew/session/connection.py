@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stagecrew.coordination.channel import DriverChannel
     from stagecrew.coordination.host import Host
     from stagecrew.coordination.operators import Operators
+    from stagecrew.session.tracing import Tracing
 
 __all__ = ["PluginConnection"]
 
@@ -44,6 +45,8 @@ class PluginConnection:
         self.close_timeout: float = facade.closeTimeoutMs() / 1000
         self._channel: DriverChannel | None = None
         self._channel_lock = threading.Lock()
+        #: Traces this session; None if tracing is off.
+        self.tracing: Tracing | None = None
 
     @property
     def running(self) -> bool:
@@ -54,6 +57,11 @@ class PluginConnection:
         """Raises `NotActive` after the SparkContext has stopped."""
         if not self.running:
             raise NotActive("the session of this crew has stopped; call stagecrew.crew(spark) with the new one")
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether `spark.stagecrew.tracing` is set."""
+        return self._setting("spark.stagecrew.tracing").lower() == "true"
 
     @property
     def request_timeout(self) -> float:
@@ -160,6 +168,11 @@ class PluginConnection:
     def _send_statistics(self, frame: bytes) -> None:
         with contextlib.suppress(Py4JError):  # the session may have stopped, and closing the topology must not fail
             self.facade.statistics(frame)
+
+    def take_spans(self, most: int) -> dict[str, Any]:
+        """Removes at most this many ended spans. Returns them, and how many were dropped since the last call."""
+        taken: dict[str, Any] = json.loads(self.facade.takeSpans(most))
+        return taken
 
     def send_job_progress(self, body: str) -> None:
         """Sends the progress of the stored job that this process is running."""

@@ -56,6 +56,11 @@ class Crew:
             and context.getConf().get("spark.pyspark.python") is None
         ):
             context.pythonExec = sys.executable
+        self._traceparent = ""
+        #: Whether this session started the tracing. The process of a stored job starts it earlier.
+        self._started_tracing = False
+        if self.connection.is_traced:
+            self._trace()
         self._drain_before_stop()
 
     def __repr__(self) -> str:
@@ -254,7 +259,9 @@ class Crew:
             return
         coordinated = bool(application.coordinators)
         self.connection.register_application(
-            description_frame(self.context, APPLICATION, APPLICATION, None, listeners, (), coordinated)
+            description_frame(
+                self.context, APPLICATION, APPLICATION, None, listeners, (), coordinated, traceparent=self._traceparent
+            )
         )
         for listener in listeners:
             listener._stagecrew.note_registration("the application", APPLICATION)
@@ -297,9 +304,25 @@ class Crew:
                 except Exception as error:  # the JVM may have ended, and `stop` must still do the rest
                     _log.warning("the listeners could not be closed before the session stops: %s", error)
                 self.connection.close_channel()
+                self._end_tracing()
             stop()
 
         self.context.stop = drained_stop  # type: ignore[method-assign]
+
+    def _trace(self) -> None:
+        from stagecrew.session import tracing
+
+        current = tracing.current()
+        self._started_tracing = current is None
+        self.connection.tracing = current or tracing.start(str(self.context.appName))
+        self._traceparent = self.connection.tracing.connect(self.connection)
+
+    def _end_tracing(self) -> None:
+        tracing, self.connection.tracing = self.connection.tracing, None
+        if tracing is not None:
+            tracing.disconnect()
+            if self._started_tracing:
+                tracing.stop()
 
     def _close_coordinators(self) -> None:
         every = [topology.operators for topology in reversed(self.topologies.all)]

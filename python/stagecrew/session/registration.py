@@ -129,8 +129,12 @@ def description_frame(
     jvm_listeners: Sequence[str],
     coordinated: bool = False,
     release: Release = Release.NONE,
+    traceparent: str = "",
 ) -> bytes:
-    """Returns the description of a topology, as a frame for the driver and its executors."""
+    """Returns the description of a topology, as a frame for the driver and its executors.
+
+    `traceparent` is the context of the topology's span. It is empty if the topology is not traced.
+    """
     entries: list[dict[str, Any]] = [
         {
             "kind": "jvm",
@@ -165,5 +169,6 @@ def description_frame(
         "listeners": [{"index": i, **entry} for i, entry in enumerate(entries)],
         "coordinated": coordinated,
         "release": release.value,
+        "traceparent": traceparent,
     }
     return encode("DESCRIPTION", topology=topology, body=json.dumps(body), blobs=pickled(listeners))

@@ -94,6 +94,9 @@ class Topology(TopologyOperators):
         self._shows_progress = progress
         self._progress: Progress | None = None
         self._last_report: TopologyReport | None = None
+        #: The exception that ended the `with` statement, and a token for the current span of its thread.
+        self._error: BaseException | None = None
+        self._span_token: object = None
 
     def __repr__(self) -> str:
         return f"<topology {self.name!r} ({self._state})>"
@@ -143,12 +146,15 @@ class Topology(TopologyOperators):
         outer = self._topologies.innermost
         self.parent = outer
         outer_place = self._topologies.place
-        description = description_frame(
-            self._connection.context, self.id, self.name, None if outer is None else outer.id,
-            self._listeners, self._jvm_listeners, release=self.release,
-        )  # fmt: skip
+        outer_id = None if outer is None else outer.id
+        tracing = self._connection.tracing
         has_begun = False
         try:
+            traceparent = "" if tracing is None else tracing.begin(self.id, self.name, outer_id)
+            description = description_frame(
+                self._connection.context, self.id, self.name, outer_id, self._listeners, self._jvm_listeners,
+                release=self.release, traceparent=traceparent,
+            )  # fmt: skip
             self._connection.begin(self.name, description)
             has_begun = True
             for listener in self._listeners:
@@ -164,6 +170,8 @@ class Topology(TopologyOperators):
 
                 self._progress = Progress(self._newest_report)
         except BaseException as error:
+            if tracing is not None:
+                tracing.end(self.id, error)
             if has_begun or not isinstance(error, Exception):  # for example Ctrl-C: Python calls no `__exit__`
                 self._state = "active"
                 with contextlib.suppress(Exception):
@@ -207,6 +215,7 @@ class Topology(TopologyOperators):
             if self._connection.running:
                 self._finish(cancel)
         finally:
+            self._end_spans()
             for topology in (self, *self._inside()):
                 if topology._progress is not None:
                     topology._progress.stop()
@@ -219,17 +228,28 @@ class Topology(TopologyOperators):
             self._topologies.leave(self)
             PLACE.set(current_place())
 
+    def _end_spans(self) -> None:
+        if (tracing := self._connection.tracing) is not None:
+            tracing.collect()  # the executors have reported the last opens and closes
+            for topology in (*self._inside(), self):
+                tracing.end(topology.id, topology._error)
+
     def _inside(self) -> list[Topology]:
         """The active topologies that began inside this one, at any depth."""
         return [cast("Topology", topology) for topology in self._topologies.inside(self)]
 
     def __enter__(self) -> Topology:
         self._begin()
+        if self._connection.tracing is not None:
+            self._span_token = self._connection.tracing.enter(self.id)
         return self
 
     def __exit__(
         self, type_: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._connection.tracing is not None:
+            self._connection.tracing.leave(self._span_token)
+        self._error = error
         if error is None:
             self._end_once(cancel=False)
             self._raise_failure(None)

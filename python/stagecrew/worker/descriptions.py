@@ -66,7 +66,7 @@ def decode_description(frame: Frame, mine: Callable[[dict[str, Any]], bool]) -> 
         entries = _with_opened(entries, frame)
         values = frame["values"]
     registered = [_registered(entry, frame["blobs"], values, mine) for entry in entries]
-    return TopologyDescription(frame["topology"], body["name"], tuple(registered))
+    return TopologyDescription(frame["topology"], body["name"], tuple(registered), body.get("traceparent") or None)
 
 
 def lifetime_of(topology: str) -> str | None:

@@ -59,6 +59,7 @@ class CalledHooks:
             host=welcome["host"],
             scope=scope,
             configuration=welcome["configuration"],
+            traceparent=topology.traceparent,
         )
 
     def open(self, topology: TopologyDescription, registered: RegisteredListener) -> None:

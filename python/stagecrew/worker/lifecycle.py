@@ -61,6 +61,8 @@ class TopologyDescription:
     id: str
     name: str
     listeners: tuple[RegisteredListener, ...]
+    #: The context of its span; None if it is not traced.
+    traceparent: str | None = None
 
 
 class State(enum.Enum):
@@ -125,6 +127,10 @@ class Lifecycle:
     def knows(self, topology: str) -> bool:
         """Whether the topology was described, and has not been closed since."""
         return topology in self._topologies
+
+    def traceparent_of(self, topology: str) -> str | None:
+        """The context of a topology's span, or None if it is not traced."""
+        return self._topologies[topology].traceparent
 
     def name_of(self, topology: str) -> str:
         """The name that the user gave the topology."""

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Final, NoReturn
 from stagecrew.errors import ChannelError, TaskKilled
 from stagecrew.listeners.listener import Task
 from stagecrew.listeners.resolution import resolving
+from stagecrew.observability.traceparent import task_traceparent
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import Frame
 from stagecrew.worker import fork_safety, graceful_shutdown
@@ -138,6 +139,7 @@ class WorkerProcess:
 
     def _task(self, context: Any, topology: str) -> Task:
         welcome = self._channel.welcome
+        traceparent = self._lifecycle.traceparent_of(topology)
         return Task(
             application=welcome["application"],
             topology=self._lifecycle.name_of(topology),
@@ -148,6 +150,7 @@ class WorkerProcess:
             partition=context.partitionId(),
             attempt=context.taskAttemptId(),
             attempt_number=context.attemptNumber(),
+            traceparent=None if traceparent is None else task_traceparent(traceparent, context.taskAttemptId()),
         )
 
     # -- between tasks

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from stagecrew.coordination.program_path import PLACE, Place
 from stagecrew.errors import ConfigurationError, JobError, StagecrewError
 from stagecrew.observability.error_summary import error_text
+from stagecrew.observability.spans import span
 from stagecrew.recovery.jobs.commit_log import StoredCommitLog, is_done
 from stagecrew.recovery.jobs.coordinator_states import (
     CoordinatorStates,
@@ -317,12 +318,14 @@ class Job:
         state = "failed"
         token = PLACE.set(place)
         try:
-            try:
-                result = f()
-            finally:
-                place.ended = True
-                PLACE.reset(token)
-            self._store(place, result, query)
+            name = f"step {place.name}" if place.kind == "step" else "batch"
+            with span(name, {"stagecrew.job": self.id, "stagecrew.run": self.attempt, "stagecrew.step": key}):
+                try:
+                    result = f()
+                finally:
+                    place.ended = True
+                    PLACE.reset(token)
+                self._store(place, result, query)
             state = "finished"
         finally:
             self._states.end(place)

@@ -30,6 +30,7 @@ from stagecrew.recovery.jobs.record import JobState
 from stagecrew.recovery.jobs.result import Result
 from stagecrew.recovery.jobs.run_files import SCRIPT
 from stagecrew.recovery.retry import RETRY_TIMEOUT, retry_until
+from stagecrew.recovery.run.job_trace import JobTrace
 from stagecrew.session.registration import check_imports
 from stagecrew.session.running_job import set_running_job
 
@@ -81,7 +82,14 @@ def execute_run(
     if commits_only:
         result = Result(str(record.outcome), record.reason)
     else:
-        code_result = _run_code(claimed, call, stop_reason, facts, retry_timeout)
+        spec = jobs.spec(run.job, retry_timeout)
+        trace = JobTrace.begin(spec.conf, run, record)
+        code_result = _run_code(claimed, spec, call, stop_reason, facts, retry_timeout)
+        if trace is not None:
+            if code_result is None:
+                trace.lose()
+            else:
+                trace.end("ok" if code_result.state == JobState.SUCCEEDED else "failed", code_result.reason)
         if code_result is None:
             return False
         result = code_result
@@ -95,6 +103,7 @@ def execute_run(
 
 def _run_code(
     claimed: ClaimedRun,
+    spec: JobSpec,
     call: Callable[[JobSpec], Any],
     stop_reason: Callable[[], str | None],
     facts: Mapping[str, str] | None,
@@ -102,7 +111,6 @@ def _run_code(
 ) -> Result | None:
     """Calls the job's code. Returns its result, or None if the run is lost because of an infrastructure error."""
     run, jobs = claimed.run, claimed.jobs
-    spec = jobs.spec(run.job, retry_timeout)
     steps, commits = jobs.handles(run.job, "steps"), jobs.handles(run.job, "commits")
     job = Job(
         run.job, run.number, steps, commits, retry_timeout, facts, lambda url: claimed.jobs.show_ui(claimed.run, url)

@@ -32,6 +32,7 @@ final class Settings(conf: SparkConf) {
   val mailboxBytes: Long = bytes(MailboxBytes)
   val retainedTopologies: Int = positiveInt(RetainedTopologies)
   val retainedDeadExecutors: Int = positiveInt(RetainedDeadExecutors)
+  val tracing: Boolean = conf.getBoolean(Tracing, defaults(Tracing).toBoolean)
   val eventLogIntervalMs: Long = time(EventLogInterval)
   val eventLogMaxEvents: Int = positiveInt(EventLogMaxEvents)
 
@@ -72,6 +73,7 @@ object Settings {
   val RetainedTopologies: String = key("ui.retainedTopologies", "1000")
   val RetainedDeadExecutors: String = key("ui.retainedDeadExecutors", "100")
   val ProcessesInterval: String = key("processes.interval", "10s")
+  val Tracing: String = key("tracing", "false")
   val EventLogInterval: String = key("eventLog.interval", "10s")
   val EventLogMaxEvents: String = key("eventLog.maxEvents", "100")
   val ShuffleDelegate: String = key("shuffle.delegate", TrackedShuffleDataIO.LocalDisk)

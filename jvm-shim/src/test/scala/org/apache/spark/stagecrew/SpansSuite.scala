@@ -3,7 +3,10 @@ package org.apache.spark.stagecrew
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
 import org.apache.spark.stagecrew.driver.Topology
-import org.apache.spark.stagecrew.executor.{ExecutorReport, Ledger, Processes, SpanBook, SpanLog, SpanReport}
+import org.apache.spark.stagecrew.executor.{
+  ExecutorReport, Ledger, Processes, RunningHook, SpanBook, SpanLog, SpanReport
+}
+import org.apache.spark.stagecrew.ui.Span
 import org.apache.spark.stagecrew.wire.{Description, Json}
 
 class SpansSuite extends AnyFunSuite {
@@ -110,6 +113,31 @@ class SpansSuite extends AnyFunSuite {
     assert(book.spans.map(one => (one.kind, one.name, one.started, one.ended, one.failed)) == Vector(
       ("open", "pool", 8000L, 10000L, false), ("close", "pool", 8000L, 10000L, true),
         ("open", "pool", 10000L, 10000L, true)))
+  }
+
+  test("a running hook is reported when it begins and when it ends, and is lost with its process") {
+    val ledger = new Ledger(() => 10000)
+    val processes = new Processes(ledger, (_, _) => ("pool", "worker"), () => 5000000)
+    ledger.runningHooks = () => processes.runningHooks.map(hook => hook.copy(span = hook.span.copy(started = 7)))
+    val link = Links.link("p", "worker", 1)(_ => ())
+    processes.connected(link)
+    processes.hookBegan(link, "t", 0, "open", Long.MaxValue)
+    val (first, body) = ledger.report().get
+    assert(body.hooks.get == Vector(RunningHook("t", Span("", "open", "pool", 7, 0, failed = false))))
+    ledger.delivered(first)
+    assert(ledger.report().isEmpty)
+    ledger.notDelivered(first)
+    assert(ledger.report().get._2.hooks.get.size == 1)
+    processes.disconnected(link)
+    val last = ledger.report().get._2
+    assert(last.hooks.contains(Vector.empty))
+    val book = new SpanBook
+    assert(book.record("1", 9, last.spans("t")).map(one => (one.kind, one.failed, one.lost)) ==
+      Vector(("open", true, true)))
+    assert(book.record("1", 10, last.spans("t")).isEmpty) // a repeated report has no new spans
+    book.lost(Span("2", "open", "pool", 1, 2, failed = true, lost = true))
+    book.forget("2")
+    assert(book.size == 2 && book.dropped == 0)
   }
 
   test("new spans alone cause a report, are repeated if that report was lost, and are forgotten with their topology") {

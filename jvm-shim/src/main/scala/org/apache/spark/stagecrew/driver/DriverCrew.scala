@@ -40,6 +40,8 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   private val ends = new TopologyEnds(this)
   private val events = new BusListener(this)
   private val runningTasks = new RunningTasks
+  private val runningHooks = mutable.LinkedHashMap.empty[String, (Long, Vector[RunningHook])] // by executor
+  private[stagecrew] val traces = Option.when(settings.tracing)(new TraceLog)
   private val totals = new TotalsBook(settings.retainedDeadExecutors)
   private val processes = new ProcessBook
   private val stopping = ConcurrentHashMap.newKeySet[String]() // the runs of streaming queries that are being stopped
@@ -51,8 +53,9 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     settings.eventLogIntervalMs, settings.eventLogMaxEvents, () => System.currentTimeMillis(),
     SparkInternals.post(sc, _)))
 
-  /** Whether the UI or the event log shows timelines: when listeners opened and closed, and when tasks ran. */
-  val timelines: Boolean = eventLog.nonEmpty || SparkUi.hasUi(sc)
+  /** Whether executors report when listeners opened and closed, and when tasks ran: the UI or the event log shows it,
+    * or it is traced. */
+  val timelines: Boolean = eventLog.nonEmpty || SparkUi.hasUi(sc) || settings.tracing
 
   /** The current state, for the UI, metrics and reports. Any thread. */
   def snapshot: Snapshot = published
@@ -60,9 +63,10 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   def start(application: Description): Unit = {
     call(add(application, ApplicationKind))
     SparkInternals.addListener(sc, events)
+    traces.foreach(SparkInternals.addListener(sc, _))
     if (SparkUi.hasUi(sc)) {
       SparkInternals.addListener(sc, runningTasks)
-      every(1000)("publishing the running tasks")(publishRunning())
+      every(1000)("publishing the running tasks and hooks")(publishRunning())
     }
     every(1000)("checking executions")(checkExecutions())
     eventLog.foreach(log => every(1000)("storing the state in the event log")(log.tick(snapshot)))
@@ -79,7 +83,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     val application = topologies(Description.Application)
     val all = application.description.and(added)
     application.description = all.copy(executable = added.executable, environment = added.environment,
-      files = added.files, coordinated = added.coordinated)(all.blobs)
+      files = added.files, coordinated = added.coordinated, traceparent = added.traceparent)(all.blobs)
     publish(application)
   }
 
@@ -269,13 +273,20 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     coordination.lost(executor, s"executor $executor is lost")
     processes.lost(executor, System.currentTimeMillis())
     totals.executorLost(executor)
+    val hooks = update(runningHooks.remove(executor).toSeq.flatMap(_._2).map(hook => hook.topology -> hook.span)) {
+      (topology, span) =>
+        val lost = span.copy(executor = executor, ended = System.currentTimeMillis(), failed = true, lost = true)
+        topology.spans.lost(lost)
+        traces.foreach(_.addHook(topology.description.id, lost))
+    }
+    if (hooks.nonEmpty) publishRunning()
     val affected = ends.lost(executor)
     // The executor stores no partitions any more: they are lost, or an external shuffle service stores them.
     val stored = topologies.values.filter(_.counts.contains(executor)).toSeq
     stored.foreach(_.counts.updateWith(executor)(_.map { case (sequence, counts) =>
       sequence -> counts.copy(partitions = counts.partitions.storing(PartitionCounts()))
     }))
-    publish((affected ++ stored).distinct: _*)
+    publish((affected ++ stored ++ hooks).distinct: _*)
   }
 
   /** Records the parts of a report for which no newer report has arrived. Returns the whole report. */
@@ -286,13 +297,21 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
       val counted = update(report.topologies) { (topology, counts) =>
         if (topology.counts.get(executor).forall(_._1 < sequence)) topology.counts(executor) = sequence -> counts
       }
-      publish(counted ++ update(report.spans)(_.spans.record(executor, sequence, _)): _*)
+      report.hooks.filter(_ => runningHooks.get(executor).forall(_._1 < sequence))
+        .foreach { hooks =>
+          runningHooks(executor) = sequence -> hooks
+          publishRunning()
+        }
+      publish(counted ++ update(report.spans) { (topology, spans) =>
+        val added = topology.spans.record(executor, sequence, spans)
+        traces.foreach(log => added.filter(_.kind != "task").foreach(log.addHook(topology.description.id, _)))
+      }: _*)
     }
     report
   }
 
   /** Updates topologies that are still listed, each with its value. Returns these topologies. */
-  private def update[T](values: Map[String, T])(f: (Topology, T) => Unit): Seq[Topology] = for {
+  private def update[T](values: Iterable[(String, T)])(f: (Topology, T) => Unit): Seq[Topology] = for {
     (id, value) <- values.toSeq
     topology <- topologies.get(id)
   } yield {
@@ -308,9 +327,15 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     eventLog.foreach(log => Log.contained("storing the state in the event log")(log.changed(published)))
   }
 
-  /** Publishes the tasks that run now. The rest of the snapshot stays the same. */
+  /** Publishes the hooks and tasks that run now. The rest of the snapshot stays the same. */
   private def publishRunning(): Unit = {
-    val running = runningTasks.byTopology
+    val hooks = for {
+      (executor, (_, hooks)) <- runningHooks.toVector
+      hook <- hooks if topologies.get(hook.topology).exists(_.state != "closed")
+    } yield hook.topology -> hook.span.copy(executor = executor)
+    val running = hooks.foldLeft(runningTasks.byTopology) { case (all, (topology, span)) =>
+      all.updated(topology, span +: all.getOrElse(topology, Vector.empty))
+    }
     if (running.nonEmpty || published.running.nonEmpty) published = published.copy(running = running)
   }
 

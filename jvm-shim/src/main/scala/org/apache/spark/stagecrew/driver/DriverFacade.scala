@@ -68,6 +68,9 @@ final class DriverFacade(crew: DriverCrew) {
   /** Sets the state of the stored job that Python runs. `body` is the JSON of a `RecoveryView`. */
   def setStoredJob(body: String): Unit = crew.setStoredJob(Json.read[RecoveryView](body))
 
+  /** Removes ended spans, at most `most`, and returns them as the JSON of `EndedSpans`. */
+  def takeSpans(most: Int): String = Json.write(crew.traces.fold(EndedSpans(Vector.empty, 0))(_.take(most)))
+
   /** The JSON of one topology, or of all if `id` is empty. Timelines and processes are left out, because they can be
     * long. */
   def report(id: String): String = {

@@ -63,6 +63,7 @@ final class ExecutorCrew(
   @volatile private var driverLost = false
 
   ledger.samples = Some(samples)
+  ledger.runningHooks = () => processes.runningHooks
   Partitions.serve(partitions)
   every(settings.reportIntervalMs)("sending a report to the driver")(reports.report())
 

@@ -105,11 +105,15 @@ final case class ExecutorCounts(
 final case class SpanReport(total: Long, slots: Vector[SpanSlot])
 final case class SpanSlot(slot: Int, span: Span)
 
+/** An `open` or a `close` that is running. */
+final case class RunningHook(topology: String, span: Span)
+
 /**
  * A report from an executor to the driver. The counts are totals, not differences, and the driver only applies a report
- * with a higher sequence number than the last one. So lost and repeated reports do no harm. The last three fields are
- * only set at the end of a topology.
+ * with a higher sequence number than the last one. So lost and repeated reports do no harm. `unclosed`, `shuffles` and
+ * `caches` are only set at the end of a topology.
  *
+ * @param hooks the running hooks. None if they are the same as in the last report
  * @param unclosed the listeners that have not closed
  * @param shuffles the shuffles whose outputs were deleted
  * @param caches the cached datasets that the driver must unpersist
@@ -117,13 +121,17 @@ final case class SpanSlot(slot: Int, span: Span)
 final case class ExecutorReport(
     totals: Totals, topologies: VectorMap[String, ExecutorCounts], spans: VectorMap[String, SpanReport],
     processes: Vector[ProcessView] = Vector.empty, unclosed: Vector[String] = Vector.empty,
-    shuffles: Vector[Int] = Vector.empty, caches: Vector[Int] = Vector.empty)
+    shuffles: Vector[Int] = Vector.empty, caches: Vector[Int] = Vector.empty,
+    hooks: Option[Vector[RunningHook]] = None)
 
 /** The counts of one executor. Spans are only kept if `timelines` is set: the UI or the event log then shows them. */
 final class Ledger(clock: () => Long = () => System.currentTimeMillis(), timelines: Boolean = true) {
   /** The samples of the executor's Python processes, if sampling is on. */
   @volatile var samples = Option.empty[SampleLog]
   /** Called with the kind and the duration of each span, in microseconds, for the metrics of the executor. */
+  /** Returns the running hooks, for reports. */
+  @volatile var runningHooks: () => Vector[RunningHook] = () => Vector.empty
+  private var reportedHooks = Vector.empty[RunningHook] // those of the last report; the driver may not have it
   @volatile var onDuration: (String, Long) => Unit = (_, _) => ()
   private val topologies = mutable.LinkedHashMap.empty[String, ExecutorCounts]
   private val spans = mutable.HashMap.empty[String, SpanLog]
@@ -143,11 +151,12 @@ final class Ledger(clock: () => Long = () => System.currentTimeMillis(), timelin
     change(topology)(_.changed(ListenerCounts(index, name, scope))(f))
 
   /** Records a span of the topology that ends now and had this duration. */
-  def span(topology: String, kind: String, name: => String, micros: Long, failed: Boolean): Unit = {
+  def span(
+      topology: String, kind: String, name: => String, micros: Long, failed: Boolean, lost: Boolean = false): Unit = {
     val started = clock() - micros / 1000
     onDuration(kind, micros)
     if (timelines) synchronized {
-      spans.getOrElseUpdate(topology, new SpanLog).add(kind, name, started, micros, failed)
+      spans.getOrElseUpdate(topology, new SpanLog).add(kind, name, started, micros, failed, lost)
       unreported(topology) = 0
     }
   }
@@ -155,14 +164,19 @@ final class Ledger(clock: () => Long = () => System.currentTimeMillis(), timelin
   def of(topology: String): ExecutorCounts = synchronized(topologies.getOrElse(topology, ExecutorCounts()))
 
   /** A report of all changes since the last report, with its number. None if nothing changed. */
-  def report(): Option[(Long, ExecutorReport)] = synchronized {
-    val changed = unreported.collect { case (topology, 0) => topology }.toSeq
-    val samplesReport = samples.flatMap(_.unreported)
-    Option.when(changed.nonEmpty || samplesReport.nonEmpty) {
-      val (number, report, callbacks) = buildReport(changed)
-      changed.foreach(unreported(_) = number)
-      onDelivery += number -> (callbacks ++ samplesReport.map(_._2))
-      number -> report.copy(processes = samplesReport.fold(Vector.empty[ProcessView])(_._1))
+  def report(): Option[(Long, ExecutorReport)] = {
+    val running = if (timelines) runningHooks() else Vector.empty // not while holding the lock
+    synchronized {
+      val changed = unreported.collect { case (topology, 0) => topology }.toSeq
+      val samplesReport = samples.flatMap(_.unreported)
+      val hooks = Option.when(running != reportedHooks)(running)
+      Option.when(changed.nonEmpty || samplesReport.nonEmpty || hooks.nonEmpty) {
+        val (number, report, callbacks) = buildReport(changed)
+        changed.foreach(unreported(_) = number)
+        reportedHooks = running
+        onDelivery += number -> (callbacks ++ samplesReport.map(_._2))
+        number -> report.copy(processes = samplesReport.fold(Vector.empty[ProcessView])(_._1), hooks = hooks)
+      }
     }
   }
 
@@ -176,6 +190,7 @@ final class Ledger(clock: () => Long = () => System.currentTimeMillis(), timelin
   /** The report with this number may be lost, so the next report repeats its content. */
   def notDelivered(number: Long): Unit = synchronized {
     onDelivery -= number
+    reportedHooks = null // differs from all running hooks
     unreported.mapValuesInPlace((_, reportNumber) => if (reportNumber == number) 0 else reportNumber)
   }
 

@@ -2,7 +2,7 @@ package org.apache.spark.stagecrew
 package executor
 
 import scala.collection.mutable
-import wire._
+import ui._, wire._
 
 /**
  * The Python processes of an executor: their open listeners, and the attempt and the hook that each one runs.
@@ -18,9 +18,13 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
 
   private def change(link: Link)(f: Process => Unit): Unit = synchronized(processes.get(link).foreach(f))
 
-  /** The link is closed: the open listeners of its process are lost. */
+  /** The link is closed: the open listeners of its process, and its hook, are lost. */
   def disconnected(link: Link): Unit = change(link) { process =>
     processes -= link
+    process.hook.foreach { case (hook, began) =>
+      ledger.span(hook.topology, hook.name, nameOf(hook.topology, hook.index)._1, (clock() - began) / 1000,
+        failed = true, lost = true)
+    }
     process.open.groupBy(_._1).foreach { case (topology, keys) =>
       keys.foreach { case (_, index) => count(topology, index)(c => c.copy(lost = c.lost + 1)) }
       ledger.change(topology)(c => c.copy(lostProcesses = c.lostProcesses + 1))
@@ -66,6 +70,15 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
       val timed = before.withDuration(hook, micros).copy(closes = before.closes + (if (hook == "close") 1 else 0))
       if (failed) timed.withFailure(error, line) else timed
     }
+  }
+
+  /** The running hooks of all processes, oldest first. */
+  def runningHooks: Vector[RunningHook] = synchronized {
+    val (now, nanos) = (System.currentTimeMillis(), clock())
+    processes.valuesIterator.flatMap(_.hook).toVector.map { case (hook, began) =>
+      RunningHook(hook.topology, Span("", hook.name, nameOf(hook.topology, hook.index)._1,
+        now - (nanos - began) / 1000000L, 0, failed = false))
+    }.sortBy(_.span.started)
   }
 
   /** The links whose hook is overdue, with the hook and the attempt. Each is returned once: the caller must kill the

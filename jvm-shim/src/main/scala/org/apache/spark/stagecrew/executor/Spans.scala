@@ -16,10 +16,10 @@ private[stagecrew] final class SpanLog(first: Int = SpanLog.First, slowest: Int 
   private val (hooks, tasks) = (new Slots(0), new Slots(first + slowest))
   private var total = 0L
 
-  def add(kind: String, name: => String, started: Long, micros: Long, failed: Boolean): Unit = {
+  def add(kind: String, name: => String, started: Long, micros: Long, failed: Boolean, lost: Boolean = false): Unit = {
     total += 1
     (if (kind == "task") tasks else hooks).slotFor(micros).foreach { slot =>
-      unreported(slot.toLong) = Span("", kind, name, started, started + micros / 1000, failed)
+      unreported(slot.toLong) = Span("", kind, name, started, started + micros / 1000, failed, lost)
     }
   }
 
@@ -55,16 +55,27 @@ private[stagecrew] object SpanLog {
 private[stagecrew] final class SpanBook(limit: Int = SpanBook.PerTopology) {
   private val slots = mutable.LinkedHashMap.empty[(String, Int), (Long, Span)]
   private val totals = mutable.LinkedHashMap.empty[String, (Long, Long)] // by executor: sequence number, recorded spans
-  private var forgotten = 0L // spans recorded by executors that are forgotten
+  private var forgotten = 0L // spans recorded by executors that are forgotten, and those that ended with an executor
+  private var lostSpans = 0
 
-  /** Records the spans of a report. A repeated or late report changes nothing. */
-  def record(executor: String, sequence: Long, report: SpanReport): Unit = {
+  /** Records the spans of a report, and returns those that are new. A repeated or late report changes nothing. */
+  def record(executor: String, sequence: Long, report: SpanReport): Vector[Span] = {
     if (totals.get(executor).forall(_._1 < sequence)) totals(executor) = sequence -> report.total
-    report.slots.foreach { case SpanSlot(slot, span) =>
+    report.slots.flatMap { case SpanSlot(slot, reported) =>
       val key = executor -> slot
-      val isNewer = slots.get(key).fold(slots.size < limit)(_._1 < sequence)
-      if (isNewer) slots(key) = sequence -> span.copy(executor = executor)
+      val span = reported.copy(executor = executor)
+      val before = slots.get(key)
+      val isNewer = before.fold(slots.size < limit)(_._1 < sequence)
+      if (isNewer) slots(key) = sequence -> span
+      Option.when(isNewer && !before.exists(_._2 == span))(span)
     }
+  }
+
+  /** Records a span that ended with its executor, which will not report it. */
+  def lost(span: Span): Unit = if (slots.size < limit) {
+    lostSpans += 1
+    forgotten += 1
+    slots((span.executor, -lostSpans)) = Long.MaxValue -> span
   }
 
   def size: Int = slots.size

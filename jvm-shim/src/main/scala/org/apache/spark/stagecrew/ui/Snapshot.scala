@@ -12,7 +12,8 @@ import driver._, executor._, wire._
  * @param totals sums over all topologies, including those that are no longer listed
  * @param coordinators the sum over all coordinators
  * @param forgottenTopologies the number of closed topologies that are no longer listed
- * @param running the running tasks of named topologies, by the topology's id. They are not in the event log
+ * @param running the running hooks, and the running tasks of named topologies, by the topology's id. They are not in
+ * the event log
  */
 final case class Snapshot(
     topologies: Vector[TopologyView], totals: Totals, processes: Vector[ProcessView] = Vector.empty,
@@ -46,8 +47,10 @@ final case class TopologyView(
   def coordinators: Int = operators.count(_.name != Topology.Forgotten) + forgottenOperators
 }
 
-/** A timed activity on an executor: "open" or "close" of a listener, or a "task". */
-final case class Span(executor: String, kind: String, name: String, started: Long, ended: Long, failed: Boolean)
+/** A timed activity on an executor: "open" or "close" of a listener, or a "task". `ended` is 0 while it is running. A
+  * span that is `lost` ended with its process or its executor; it has also failed. */
+final case class Span(
+    executor: String, kind: String, name: String, started: Long, ended: Long, failed: Boolean, lost: Boolean = false)
 
 /** Percentiles of `count` durations, in microseconds. */
 final case class Percentiles(count: Long = 0, p50: Long = 0, p95: Long = 0, p99: Long = 0, max: Long = 0)

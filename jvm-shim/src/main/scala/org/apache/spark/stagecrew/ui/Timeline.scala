@@ -112,7 +112,7 @@ private[stagecrew] object Timeline {
     <rect class={s"stagecrew-$kind"} x={decimal(from)} y={y.toString} width={decimal(math.max(2.0, to - from))}
       height={(RowHeight - 2).toString} fill={fill}
       stroke={edge(span.failed)}><title>{
-        s"$label$duration${if (span.failed) ", failed" else ""}"}</title></rect>
+        s"$label$duration${if (span.lost) ", lost" else if (span.failed) ", failed" else ""}"}</title></rect>
   }
 
   private def legend(colour: String, name: String, failed: Boolean): Node =

@@ -28,11 +28,12 @@ final case class Entry(
  * @param coordinated whether the application has operators. Tasks without a named topology may then call bound
  * functions
  * @param release the release policy of `DriverPartitions`. Spark manages the partitions of the application
+ * @param traceparent the topology's trace context, as in the W3C header of this name. Empty if it is not traced
  */
 final case class Description(
     id: String, name: String, parent: Option[String], listeners: Vector[Entry], executable: String = "python3",
     environment: VectorMap[String, String] = VectorMap.empty, files: Vector[String] = Vector.empty,
-    coordinated: Boolean = false, release: String = DriverPartitions.KeepsAll)(
+    coordinated: Boolean = false, release: String = DriverPartitions.KeepsAll, traceparent: String = "")(
     val blobs: Vector[Array[Byte]] = Vector.empty) {
 
   /** The JSON of the header, encoded once. */
