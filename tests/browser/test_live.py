@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pyarrow as pa
 import pytest
 from playwright.sync_api import Page, expect
 from pyspark import cloudpickle
@@ -31,7 +34,8 @@ SHOWN_WITHIN_MS = 2000
 def spark(sessions: Sessions) -> SparkSession:
     """A new session with the UI."""
     sessions.stop()
-    return sessions.get("local[2]", **{"spark.ui.enabled": "true", "spark.ui.port": "0", "spark.app.name": "live"})
+    conf = {"spark.ui.enabled": "true", "spark.ui.port": "0", "spark.app.name": "live"}
+    return sessions.get("local[2]", **conf, **{"spark.stagecrew.processes.interval": "500ms"})
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +121,94 @@ def test_the_script_is_served_as_a_script(spark: SparkSession, base: str) -> Non
         policy = response.headers["Content-Security-Policy"]
     assert (policy is not None and "script-src 'self'" in policy) == SENDS_SECURITY_POLICY
     assert "stagecrew-content" in body
+
+
+@stagecrew.resource(scope="worker")
+def slow(context: stagecrew.ListenerContext, folder: str) -> Iterator[None]:
+    """Opens when the file `opens` exists."""
+    Path(folder, "opening").touch()
+    while not Path(folder, "opens").exists():
+        time.sleep(0.02)
+    yield
+
+
+def test_a_running_open_appears_without_a_reload(spark: SparkSession, base: str, page: Page, tmp_path: Path) -> None:
+    """An `open` that runs is in the timeline within two seconds, and no longer runs within two seconds of its end."""
+    with stagecrew.crew(spark).topology("opening", listeners=[slow(str(tmp_path))]) as topology:
+        page.goto(f"{base}/stagecrew/topology/?id={topology.id}")
+        job = topology.wrap(lambda: spark.sparkContext.parallelize([1], 1).map(lambda row: row).count())
+        thread = threading.Thread(target=job, daemon=True)
+        thread.start()
+        eventually((tmp_path / "opening").exists, 30)
+        bar = page.locator("rect.stagecrew-open", has_text="open slow on driver, still running")
+        expect(bar).to_be_attached(timeout=SHOWN_WITHIN_MS)
+        page.screenshot(path=tmp_path / "opening.png", full_page=True)
+        (tmp_path / "opens").touch()
+        thread.join(30)
+        expect(bar).to_be_hidden(timeout=SHOWN_WITHIN_MS)
+
+
+class Silent(stagecrew.Coordinator):
+    """Does not reply until `later` has a result."""
+
+    def __init__(self, context: stagecrew.CoordinatorContext, later: Future[int]) -> None:
+        super().__init__(context)
+        self.later = later
+
+    def handle_request(self, evaluation: stagecrew.Evaluation, request: int) -> Future[int]:
+        return self.later
+
+
+def test_what_takes_long_is_named_and_links_lead_to_sparks_pages(
+    spark: SparkSession, base: str, page: Page, tmp_path: Path
+) -> None:
+    """The slowest request and the slowest split are named with their tasks, splits have a bar, and jobs have links."""
+    release, later = tmp_path / "release", Future()
+
+    def read(split: int) -> Iterator[pa.RecordBatch]:
+        while split == 3 and not release.exists():
+            time.sleep(0.02)
+        yield pa.record_batch({"split": [split]})
+
+    def ask(gateway: stagecrew.TaskGateway, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        gateway.request(1)
+        yield from batches
+
+    with stagecrew.crew(spark).topology("slow") as topology:
+        page.goto(f"{base}/stagecrew/topology/?id={topology.id}")
+        splits = topology.splits(list(range(8)), read, "split long", parallelism=1)
+        asks = topology.coordinate("silent", lambda context: Silent(context, later)).map(
+            spark.range(1, numPartitions=1), ask, "id long"
+        )
+        threads = [threading.Thread(target=topology.wrap(dataset.count), daemon=True) for dataset in (splits, asks)]
+        for thread in threads:
+            thread.start()
+        coordinators = page.locator("#stagecrew-coordinators")
+        expect(coordinators).to_contain_text("slowest split: subtask 0 on executor driver", timeout=30000)
+        expect(coordinators).to_contain_text("slowest request: subtask 0 on executor driver")
+        expect(coordinators.locator(".progress").first).to_be_visible()
+        page.screenshot(path=tmp_path / "slow.png", full_page=True)
+        later.set_result(1)
+        release.touch()
+        for thread in threads:
+            thread.join(30)
+        expect(coordinators).not_to_contain_text("slowest", timeout=2 * SHOWN_WITHIN_MS)
+        for path, heading in (("jobs/job", "Job"), ("stages/stage", "Stage"), ("SQL/execution", "Query")):
+            page.goto(f"{base}/stagecrew/topology/?id={topology.id}")
+            page.locator(f"#stagecrew-jobs a[href*='{path}/']").first.click()
+            expect(page).to_have_title(re.compile(f"Details for {heading}"))
+
+
+def test_a_process_shows_its_topology_and_its_task(
+    spark: SparkSession, base: str, page: Page, tmp_path: Path, release: Callable[[], None]
+) -> None:
+    """The page of processes names the topology and the task of each worker that has listeners."""
+    with stagecrew.crew(spark).topology("working", listeners=[stagecrew.LoggingContext()]) as topology:
+        thread = run_waiting(spark, topology, tmp_path)
+        page.goto(f"{base}/stagecrew/processes/")
+        rows = page.locator("#stagecrew-processes tr", has_text="working")
+        expect(rows).to_have_count(2, timeout=3000)
+        expect(rows.first).to_contain_text(re.compile(r"stage \d+\.0 partition \d attempt \d+"))
+        page.screenshot(path=tmp_path / "processes.png", full_page=True)
+        release()
+        thread.join(30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 from concurrent.futures import Future
 
 import pytest
@@ -117,6 +118,25 @@ def test_all_counts():
         name: sums[name] for name in ("failed", "eventsOut", "replies")
     }
     assert harness._host.statistics() is None, "the final statistics were sent"
+
+
+def test_the_slowest_request_is_named():
+    """A request that has waited for its reply for a second is in the progress, with its task, until it has the reply."""
+    with CoordinatorHarness(Echo) as harness:
+        one, two = harness.evaluation(subtask=1, executor="5"), harness.evaluation(subtask=2)
+        with pytest.raises(CoordinationTimeout):
+            one.request("later")
+        harness.advance(0.5)
+        with pytest.raises(CoordinationTimeout):
+            two.request("later")
+        assert "slowest request" not in statistics_after(harness)[0]["progress"]
+        harness.advance(2.0)
+        slowest = statistics_after(harness)[0]["progress"]["slowest request"]
+        assert re.fullmatch(r"subtask 1 on executor 5 \(attempt \d+\), for 2 s", slowest)
+        harness.coordinator.later[0].set_result(1)
+        assert statistics_after(harness)[0]["progress"]["slowest request"].startswith("subtask 2 ")
+        harness.coordinator.later[1].set_result(1)
+        assert "slowest request" not in statistics_after(harness)[0]["progress"]
 
 
 def test_only_changes_are_sent_and_repeats_change_nothing():

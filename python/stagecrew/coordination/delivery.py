@@ -49,16 +49,17 @@ class Delivery:
     ) -> None:
         """Enqueues a request. A repeated request gets the first reply again, if this reply is still kept."""
         if sequence < live.expected:
-            if (reply := live.replies.get(sequence)) is not None:
+            if isinstance(reply := live.replies.get(sequence), tuple):
                 self._reply(live, sequence, *reply)
             return  # otherwise, there is no reply yet, or it is no longer kept
         if self._accept_new(live, sequence, [payload]) is not None:
+            now = self._clock()
             with live.replies_lock:
-                live.replies[sequence] = None
+                live.replies[sequence] = now
             statistics.requests += 1
             if live.request_spans is not None:
                 live.request_spans.begin(sequence)
-            instance.enqueue(self._handle_request, instance, live, sequence, payload, statistics, self._clock())
+            instance.enqueue(self._handle_request, instance, live, sequence, payload, statistics, now)
 
     def finish(self, live: LiveEvaluation, sequence: int) -> bool:
         """Acknowledges the evaluation's last message, and returns True.

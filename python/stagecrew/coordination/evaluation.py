@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["Evaluation"]
+__all__ = ["Evaluation", "where_it_runs"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,3 +51,9 @@ class Evaluation:
     executor: str
     stage_attempt: int
     partitions: int
+
+
+def where_it_runs(evaluation: Evaluation) -> str:
+    """The subtask, the executor and the attempt of an evaluation, for pages and reports."""
+    task = f"partition {evaluation.partition}" if evaluation.subtask is None else f"subtask {evaluation.subtask}"
+    return f"{task} on executor {evaluation.executor} (attempt {evaluation.attempt})"

@@ -33,14 +33,20 @@ class LiveEvaluation:
         #: The sequence number of the next message from the task.
         self.expected = 1
         self.replies_lock = threading.Lock()
-        #: The replies to the last requests, by sequence number. None while the coordinator is handling the request.
-        self.replies: Bounded[int, tuple[str, bytes] | None] = Bounded(_MAX_REPLIES)
+        #: The replies to the last requests, by sequence number. While the coordinator is handling the request, this is
+        #: the time when it arrived.
+        self.replies: Bounded[int, tuple[str, bytes] | float] = Bounded(_MAX_REPLIES)
         #: The sequence number of the last request with a large reply.
         self.large_reply = 0
         #: The number of messages that were handled, and the number that the task was last notified of.
         self.handled = self.reported = 0
         self.unreported_bytes = 0
         self.reported_at = now
+
+    @property
+    def oldest_request(self) -> float | None:
+        """When the oldest of the requests that wait for a reply arrived. None if none waits."""
+        return min((time for time in list(self.replies.values()) if not isinstance(time, tuple)), default=None)
 
     def close(self, reason: str) -> None:
         """Ends the gateway: the evaluation has ended for this reason."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
+from stagecrew.coordination.evaluation import where_it_runs
 from stagecrew.coordination.latency import LatencyHistogram
 from stagecrew.wire.frames import encode
 
@@ -130,9 +131,18 @@ class StatisticsReporter:
             "replies": counts.replies.percentiles(),
             "acknowledgements": counts.acknowledgements.percentiles(),
             "waitsFor": f"{waits}, since {report.waits_since}" if waits else "",
-            "progress": progress,
+            "progress": progress | self._slowest_request(live),
             "lastError": counts.error,
         }
+
+    def _slowest_request(self, live: Collection[LiveEvaluation]) -> dict[str, str]:
+        """The request that has waited longest for its reply, if it has waited for a second."""
+        waiting = [(since, one) for one in live if (since := one.oldest_request) is not None]
+        since, slowest = min(waiting, key=lambda one: one[0], default=(0.0, None))
+        seconds = self._clock() - since
+        if slowest is None or seconds < _LATE:
+            return {}
+        return {"slowest request": f"{where_it_runs(slowest.evaluation)}, for {seconds:.0f} s"}
 
     def _waits(self, binding: Binding, live: Collection[LiveEvaluation]) -> Iterable[str]:
         """The waits that a coordinator cannot report itself."""

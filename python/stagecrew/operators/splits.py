@@ -15,6 +15,7 @@ from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.errors import CoordinationTimeout, OperatorFailed, OperatorMisused
 from stagecrew.operators.enumerators.enumerator import SinglePassEnumerator
+from stagecrew.operators.split_progress import SplitProgress
 from stagecrew.operators.splitlog import HELD, SplitLog
 from stagecrew.operators.watermarks import WatermarkGroup
 
@@ -77,8 +78,7 @@ class SplitCoordinator(Coordinator):
         self._is_list = isinstance(enumerator, Sequence)
         #: The number of splits, if it is known from the beginning.
         self._split_count = len(enumerator) if self._is_list else None
-        #: For each subtask, how many splits it has finished.
-        self._done_counts: dict[int, int] = {}
+        self._progress = SplitProgress(subtasks)
         self._log = SplitLog(enumerator, f"operator {context.operator!r}", self._on_split)
         #: When the last request began.
         self._request_began = 0.0
@@ -109,9 +109,7 @@ class SplitCoordinator(Coordinator):
         The reply is None after the last split. It is a future if no split may be assigned yet.
         """
         index, host = request
-        assert evaluation.subtask is not None
-        if index > self._done_counts.get(evaluation.subtask, 0):
-            self._done_counts[evaluation.subtask] = index
+        self._progress.asks(evaluation, index)
         if self._watermarks is None:
             return self._split_at(evaluation, index, host)
         self._watermarks.remove(evaluation.id)
@@ -136,6 +134,7 @@ class SplitCoordinator(Coordinator):
         self._remove(evaluation)
 
     def _remove(self, evaluation: Evaluation) -> None:
+        self._progress.ended(evaluation)
         if self._watermarks is not None:
             self._watermarks.remove(evaluation.id)
             self._held.pop(evaluation.id, None)
@@ -147,11 +146,11 @@ class SplitCoordinator(Coordinator):
         assert evaluation.subtask is not None
         self._request_began = self._waiting_since = time.monotonic()
         try:
-            if watermarks is None:
-                return self._log.read(evaluation.subtask, index, host)
             split = self._log.read(evaluation.subtask, index, host, watermarks)
             if split is not None and split != HELD:
-                watermarks.report(evaluation.id, self._log.event_time(split))
+                self._progress.reads(evaluation, self._request_began)
+                if watermarks is not None:
+                    watermarks.report(evaluation.id, self._log.event_time(split))
             return split
         except OperatorFailed as error:
             self.context.fail(error)
@@ -190,12 +189,11 @@ class SplitCoordinator(Coordinator):
         """See `Coordinator`.
 
         A split is done when its task asks for the next split. The number of splits left is known if the splits are a
-        list, and when all splits are in logs.
+        list, and when all splits are in logs. The slowest split is reported after one second.
         """
-        assigned, done = self._log.assigned, sum(self._done_counts.values())
-        counts = {"splits done": done, "splits in progress": assigned - done}
+        assigned = self._log.assigned
         left = 0 if self._log.sealed else None if self._split_count is None else self._split_count - assigned
-        return counts if left is None else counts | {"splits left": left}
+        return self._progress.values(assigned, left, time.monotonic())
 
     def checkpoint(self, checkpoint_id: int) -> bytes | None:
         """See `Coordinator`."""

@@ -60,6 +60,12 @@ class HintsSuite extends AnyFunSuite {
     assert(Hints.forgotten(model.copy(snapshot = snapshot(recent))).isEmpty)
   }
 
+  test("splits that few tasks read are named by the coordinator") {
+    val view = topology("t").copy(operators = Vector(operator("splits").copy(
+      progress = VectorMap("uneven" -> "2 of 64 tasks have read 80 % of the splits")), operator("other")))
+    assert(Hints.of(view, 61000) == Seq("2 of 64 tasks have read 80 % of the splits."))
+  }
+
   test("the first page shows the last hints of all topologies, and texts of users are escaped") {
     val failing = ListenerCounts(0, "pool", "worker", 3, failures = 1)
     val views = (0 until 9).map(i => counted(ExecutorCounts(Vector(failing))).copy(id = s"t$i", name = s"$Hostile$i"))

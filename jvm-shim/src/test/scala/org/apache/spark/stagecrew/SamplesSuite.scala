@@ -42,6 +42,16 @@ class SamplesSuite extends AnyFunSuite {
       ProcessView("1", "h", 8, "worker", 500, 0, Vector(Sample(2500, 7, 50, 2, 3), Sample(3500, 7, 0, 2, 3)))))
   }
 
+  test("a process has the topology and the task that it was running at its last sample") {
+    var task = Option("enrich-1" -> "stage 3.0 partition 5 attempt 41")
+    val log = new SampleLog("1", () => "h", () => 7, pid => task.filter(_ => pid == 7))
+    log.record(daemon, Vector(process(7), process(8)))
+    assert(log.now.map(p => (p.topology, p.task)) == Seq(("enrich-1", "stage 3.0 partition 5 attempt 41"), ("", "")))
+    task = None
+    log.record(daemon, Vector(process(7), process(8)))
+    assert(log.now.forall(p => p.topology.isEmpty && p.task.isEmpty))
+  }
+
   test("a report that is lost or repeated changes nothing; the numbers of samples and ended processes are bounded") {
     val f = new Fixture(maxEnded = 2)
     (1 to 100).foreach { n =>

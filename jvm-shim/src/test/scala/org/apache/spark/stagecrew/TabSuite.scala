@@ -6,7 +6,7 @@ import scala.xml.Elem
 import org.apache.spark.stagecrew.driver.DriverCrew
 import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, Totals}
 import org.apache.spark.stagecrew.spark.PageRequest
-import org.apache.spark.stagecrew.ui.{PageHead, PageModel, ProcessView, RecoveryView, Sample, Show, Snapshot, StepView}
+import org.apache.spark.stagecrew.ui.{PageHead, PageModel, ProcessView, RecoveryView, Sample, Show, Snapshot, SparkJob, StepView}
 import org.apache.spark.stagecrew.ui.{Tab, TopologyView}
 import org.apache.spark.stagecrew.wire.Json
 
@@ -40,6 +40,26 @@ class TabSuite extends AnyFunSuite {
   test("columns that are zero in all rows are not shown") {
     val headers = (overview(topology("a", listeners = 1)) \\ "th").map(_.text.trim)
     assert(headers.contains("Opens") && !headers.contains("Lost") && !headers.contains("Coordinators"))
+  }
+
+  test("the page of a topology links to its last jobs, their stages and their SQL queries, newest first") {
+    val html = of(topology("a").copy(jobs = 70, lastJobs = Vector(SparkJob(7, Vector(3, 4), None),
+      SparkJob(8, Vector(5), Some(2)))))
+    assert(rows(html, "jobs") == Seq(Seq("8", "5", "2"), Seq("7", "3 4", "")))
+    val links = (html \\ "table").filter(_ \@ "id" == "stagecrew-jobs").flatMap(_ \\ "td").flatMap(_ \\ "a").map(_ \@ "href")
+    assert(links == Seq("/ui/jobs/job/?id=8", "/ui/stages/stage/?attempt=0&id=5", "/ui/SQL/execution/?id=2",
+      "/ui/jobs/job/?id=7", "/ui/stages/stage/?attempt=0&id=3", "/ui/stages/stage/?attempt=0&id=4"))
+    assert((html \\ "h4").map(_.text).contains("Jobs (70)"))
+  }
+
+  test("splits have a progress bar if their number is known") {
+    def bars(progress: (String, Long)*): Int =
+      (of(topology("a").copy(operators = Vector(operator("o", progress: _*)))) \\ "div").count(
+        div => (div \@ "class").split(" ").contains("progress"))
+    assert(bars("splits done" -> 4, "splits in progress" -> 1, "splits left" -> 2) > 0)
+    assert(bars("splits done" -> 4, "splits in progress" -> 1) == 0)
+    assert(bars("splits done" -> 0, "splits in progress" -> 0, "splits left" -> 0) == 0)
+    assert(bars("step" -> 4) == 0)
   }
 
   test("a hint explains how to begin a topology, but only before the first one") {

@@ -4,9 +4,10 @@ package driver
 import java.util.concurrent.CountDownLatch
 import scala.collection.mutable
 import org.apache.spark.scheduler._
+import org.apache.spark.sql.execution.SQLExecution
 import org.apache.spark.sql.execution.ui.{SparkListenerSQLExecutionEnd, SparkListenerSQLExecutionStart}
 import org.apache.spark.sql.streaming.StreamingQueryListener.{QueryStartedEvent, QueryTerminatedEvent}
-import executor._, spark._, wire._
+import executor._, spark._, ui._, wire._
 
 /** When the driver handles this event, it has handled all earlier events that Spark did not drop. */
 private[stagecrew] final case class FlushMarker(latch: CountDownLatch) extends NotLogged
@@ -28,13 +29,18 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
     val topologyId = Option(event.properties).flatMap(p => Option(p.getProperty(TaskAttempts.TopologyProperty)))
     val shuffles = event.stageInfos.flatMap(SparkInternals.shuffleOf)
     val caches = event.stageInfos.flatMap(SparkInternals.cachesOf)
+    val job = SparkJob(event.jobId, event.stageIds.toVector.sorted, Option(event.properties)
+      .flatMap(p => Option(p.getProperty(SQLExecution.EXECUTION_ID_KEY))).flatMap(_.toLongOption))
     inLoop {
       executions.jobStarted(event.jobId, event.stageIds)
       crew.userOf(topologyId).foreach(crew.partitions.used(_, shuffles, caches))
       // If another thread has closed the topology of the job, the job belongs to the application.
       val chain = topologyId.flatMap(topologies.get).toSeq.flatMap(crew.chainOf).filter(_.state != "closed")
       val counted = (chain ++ topologies.get(Description.Application)).distinct
-      counted.foreach(_.jobs += 1)
+      counted.foreach { topology =>
+        topology.jobs += 1
+        topology.lastJobs(job.id) = job
+      }
       // A query with AQE that is cancelled between two of its jobs still starts the next job.
       chain.flatMap(_.cancelled).headOption.foreach(reason => crew.sc.cancelJob(event.jobId, reason))
       crew.publish(counted: _*)

@@ -27,6 +27,7 @@ private[stagecrew] final class Topology(
   val closed = new CompletableFuture[Unit]() // completes when the state is "closed"
   val counts = mutable.LinkedHashMap.empty[String, (Long, ExecutorCounts)] // by executor, with the report's number
   var jobs = 0
+  val lastJobs = new Bounded[Int, SparkJob](Topology.LastJobs)()
   val operators = new OperatorBook
   val spans = new SpanBook
   val executions = mutable.LinkedHashSet.empty[Long] // running SQL executions
@@ -54,13 +55,16 @@ private[stagecrew] final class Topology(
     val view = TopologyView(
       description.id, description.name, kind, description.parent, state, started, ended, jobs, executors.toVector,
       byExecutor.to(VectorMap), lostExecutors.keys.toVector, unclosed.toVector, operators.views,
-      spans.spans, spans.dropped, forgotten, operators.forgotten)
+      spans.spans, spans.dropped, forgotten, operators.forgotten, lastJobs.values.toVector)
     cachedView = Some(view)
     view
   }
 }
 
 private[stagecrew] object Topology {
+  /** How many of a topology's jobs are listed: those that began last. */
+  val LastJobs = 50
+
   /** The name of the sum of executors that are no longer listed, and of the sum of such operators. */
   val Forgotten = "forgotten"
 }

@@ -50,7 +50,10 @@ final class ExecutorCrew(
     override def has(block: CachedBlock): Boolean = SparkInternals.hasBlock(block)
     override def outputsOf(shuffles: Set[Int]): Seq[Output] = SparkInternals.outputsOf(shuffles)
   })
-  private[stagecrew] val samples = new SampleLog(executor, () => host)
+  private[stagecrew] val samples = new SampleLog(executor, () => host, taskOf = pid => for {
+    attempt <- processes.attemptOf(pid).flatMap(attempts.get)
+    topology <- attempt.chain.lastOption
+  } yield topology -> attempt.name)
   private[stagecrew] val reports = new ExecutorReports(this)
   private[stagecrew] val closings = new Closings(executor, table, processes, executorListeners, pool, this)(
     reports.release, (topology, unclosed, released) =>

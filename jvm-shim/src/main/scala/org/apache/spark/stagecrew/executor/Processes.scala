@@ -115,6 +115,13 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
     }
   }
 
+  /** The attempt that the worker with this process id is running, if it has listeners. */
+  def attemptOf(pid: Long): Option[Long] = synchronized {
+    processes.collectFirst { case (link, process) if link.pid == pid && process.running.nonEmpty =>
+      process.running.get._1
+    }
+  }
+
   /** Whether the process has any topology. */
   def hasTopologies(link: Link): Boolean = synchronized(processes.get(link).exists(_.topologies.nonEmpty))
 

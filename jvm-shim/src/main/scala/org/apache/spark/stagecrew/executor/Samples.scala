@@ -10,10 +10,12 @@ final case class Samples(processes: Vector[ProcessView])
 
 /**
  * The samples of this executor's Python processes that the driver does not have yet. Each daemon samples its workers,
- * and the agent samples itself (python/stagecrew/worker/sampling.py). Thread-safe.
+ * and the agent samples itself (python/stagecrew/worker/sampling.py). `taskOf` returns the topology and the name of the
+ * task that a process is running. Thread-safe.
  */
 private[stagecrew] final class SampleLog(
-    executor: String, host: () => String, clock: () => Long = () => System.currentTimeMillis()) {
+    executor: String, host: () => String, clock: () => Long = () => System.currentTimeMillis(),
+    taskOf: Long => Option[(String, String)] = _ => None) {
   private val book = new ProcessBook
   private val current = mutable.LinkedHashMap.empty[AnyRef, Vector[ProcessView]] // by source
   private var time, reported = 0L
@@ -22,8 +24,11 @@ private[stagecrew] final class SampleLog(
     * ended. */
   def record(source: AnyRef, sampled: Vector[ProcessView]): Unit = synchronized {
     time = math.max(clock(), time + 1) // strictly increasing: reports use it to find the samples that the driver has
-    val running = sampled.map(process => process.copy(executor = executor, host = host(),
-      samples = process.samples.map(_.copy(time = time))))
+    val running = sampled.map { process =>
+      val (topology, task) = taskOf(process.pid).getOrElse(("", ""))
+      process.copy(executor = executor, host = host(), samples = process.samples.map(_.copy(time = time)),
+        topology = topology, task = task)
+    }
     val ended = current.getOrElse(source, Vector.empty).filterNot(process => running.exists(_.key == process.key))
     current(source) = running
     book.record(running ++ ended.map(_.copy(ended = time)))

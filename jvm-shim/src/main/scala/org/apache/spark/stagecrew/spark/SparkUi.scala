@@ -138,6 +138,10 @@ private[stagecrew] object SparkUi {
     }
   }
 
+  /** A bar like those of stages on Spark's own pages. */
+  def progressBar(running: Int, done: Int, total: Int): Seq[Node] =
+    UIUtils.makeProgressBar(running, done, failed = 0, skipped = 0, Map.empty, total)
+
   def formatDate(ms: Long): String = UIUtils.formatDate(ms)
   def formatDuration(ms: Long): String = UIUtils.formatDuration(ms)
   def formatBytes(bytes: Long): String = Utils.bytesToString(bytes)

@@ -18,7 +18,8 @@ private[stagecrew] object Hints {
 
   /** The hints for the page of a topology that is known up to the time `until`. */
   def of(topology: TopologyView, until: Long): Seq[String] = slowOpen(topology, until).toSeq ++ failures(topology) ++
-    lost(topology) ++ unevenTasks(topology) ++ waitingMessages(topology) ++ notDeleted(topology)
+    lost(topology) ++ unevenTasks(topology) ++ unevenSplits(topology) ++ waitingMessages(topology) ++
+    notDeleted(topology)
 
   /** The hints for the first page. */
   def of(model: PageModel): Seq[String] = forgotten(model).toSeq ++
@@ -59,6 +60,10 @@ private[stagecrew] object Hints {
       few <= FewTasks * times.size)(s"${count(few, "task")} of ${times.size} take ${(100 * MostTime).toInt} % of the " +
       "time of all tasks. Splits balance such work.")
   }
+
+  /** What Python's coordinator of splits has found: python/stagecrew/operators/split_progress.py. */
+  def unevenSplits(topology: TopologyView): Seq[String] = topology.operators.flatMap(_.progress.get("uneven"))
+    .map(text => s"${Show.first(text, Show.Length)}.")
 
   def waitingMessages(topology: TopologyView): Seq[String] = topology.operators.filter(_.queued >= ManyMessages)
     .map(o => s"coordinator ${Show.first(o.name, Show.Length)} has not handled ${o.queued} messages yet.")

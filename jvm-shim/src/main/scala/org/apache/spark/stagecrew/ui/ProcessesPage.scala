@@ -34,9 +34,13 @@ private[stagecrew] object ProcessesPage {
     Column.number("Process")(_.pid), Column.text("State")(p => if (p.ended > 0) "ended" else "running"),
     Column.date("Started")(_.started), Column.date("Ended")(_.ended),
     Column.duration("Duration")(process => model.elapsed(process.started, process.ended)),
+    lastSeen("Topology")(p => model.find(p.topology).fold(p.topology)(_.name)), lastSeen("Task")(_.task),
     overTime("Memory", "Resident memory: the last sample, and all samples over time")(_.rss, SparkUi.formatBytes),
     overTime("CPU", "In cores, since the previous sample")(_.cpu, cores),
     overTime("Threads", "")(_.threads, _.toString), overTime("Files", "Open file descriptors")(_.files, _.toString))
+
+  private def lastSeen(name: String)(f: ProcessView => String): Column[ProcessView] =
+    Column.text(name, "At the last sample; of processes that have listeners")(f).copy(isZero = f(_).isEmpty)
 
   private def overTime(name: String, help: String)(f: Sample => Long, format: Long => String): Column[ProcessView] =
     Column.of(name, help)((p: ProcessView) => p.samples.lastOption.map(f).getOrElse(0L)) { process =>

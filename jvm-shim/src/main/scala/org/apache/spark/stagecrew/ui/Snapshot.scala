@@ -36,16 +36,21 @@ object Snapshot {
  * "forgotten"
  * @param forgottenOperators the number of operators that are no longer listed. Their sum is in `operators`, as
  * "forgotten"
+ * @param lastJobs the last jobs that began in the topology, or in a topology inside it
  */
 final case class TopologyView(
     id: String, name: String, kind: String, parent: Option[String], state: String, started: Long, ended: Long,
     jobs: Int, askedBy: Vector[String], executors: VectorMap[String, ExecutorCounts], lostExecutors: Vector[String],
     unclosed: Vector[String], operators: Vector[OperatorView] = Vector.empty, spans: Vector[Span] = Vector.empty,
-    spansDropped: Long = 0, forgottenExecutors: Int = 0, forgottenOperators: Int = 0) {
+    spansDropped: Long = 0, forgottenExecutors: Int = 0, forgottenOperators: Int = 0,
+    lastJobs: Vector[SparkJob] = Vector.empty) {
 
   /** The number of operator uses. Names of operator uses end with a number, so no use has the name "forgotten". */
   def coordinators: Int = operators.count(_.name != Topology.Forgotten) + forgottenOperators
 }
+
+/** A job of Spark, with its stages, and with the SQL execution that it belongs to. */
+final case class SparkJob(id: Int, stages: Vector[Int], execution: Option[Long])
 
 /** A timed activity on an executor: "open" or "close" of a listener, or a "task". `ended` is 0 while it is running. A
   * span that is `lost` ended with its process or its executor; it has also failed. */
@@ -88,10 +93,11 @@ object OperatorView {
 }
 
 /** A Python process of an executor. Its role is "worker" or "agent", or "daemon" for a daemon that cannot sample, which
-  * `problem` explains. `ended` is 0 while the process is running. */
+  * `problem` explains. `ended` is 0 while the process is running. `topology` (an id) and `task` are what it was running
+  * at the last sample, if it has listeners. */
 final case class ProcessView(
     executor: String, host: String, pid: Long, role: String, started: Long, ended: Long, samples: Vector[Sample],
-    problem: String = "") {
+    problem: String = "", topology: String = "", task: String = "") {
   private[stagecrew] def key: (String, Long, Long) = (executor, pid, started)
 }
 

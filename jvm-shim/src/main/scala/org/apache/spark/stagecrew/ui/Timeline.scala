@@ -135,7 +135,8 @@ private[stagecrew] object Timeline {
       points={points.mkString(" ")} fill="none" stroke="currentColor" stroke-width="1.2"/></svg>
   }
 
-  private def elapsed(ms: Long): String = if (ms < 1000) s"$ms ms" else SparkUi.formatDuration(ms)
+  private def elapsed(ms: Long): String =
+    if (ms < 1000) s"$ms ms" else if (ms < 10000) s"${decimal(ms / 1000.0)} s" else SparkUi.formatDuration(ms)
 
   private def decimal(value: Double): String = String.format(Locale.ROOT, "%.1f", value)
 }

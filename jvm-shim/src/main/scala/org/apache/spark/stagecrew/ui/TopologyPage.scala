@@ -18,8 +18,9 @@ private[stagecrew] object TopologyPage {
     } yield (executor, listener), OverviewPage.listenerColumns(
       Column.text("Executor")((_: (String, ListenerCounts))._1))(_._2))
     val executors = Table("executors", topology.executors.toVector, executorColumns(topology))
+    val jobs = Table("jobs", topology.lastJobs.reverse, jobColumns(request))
     val tables = new Tables(request, "topology/", Seq("id" -> Tab.key(topology.id)), inside,
-      operators, listeners, executors)
+      operators, listeners, executors, jobs)
     def section(name: String, table: Table[_], otherwise: String, count: Int = 0): NodeSeq =
       if (table.rows.nonEmpty) <h4>{s"$name (${math.max(count, table.rows.size)})"}</h4> ++ tables(table)
       else if (otherwise.isEmpty) NodeSeq.Empty else <h4>{name}</h4><p>{otherwise}</p>
@@ -30,7 +31,7 @@ private[stagecrew] object TopologyPage {
       section("Listeners", listeners,
         "No listener has been opened. Listeners open before the first task of the topology."),
       section("Partitions and processes by executor", executors, "No executor has reported about this topology."),
-      section("Topologies inside", inside, "")).flatten
+      section("Jobs", jobs, "", topology.jobs), section("Topologies inside", inside, "")).flatten
   }
 
   def title(model: PageModel, request: PageRequest): String =
@@ -81,7 +82,9 @@ private[stagecrew] object TopologyPage {
 
   private def operatorColumns: Seq[Column[OperatorView]] = Seq(
     Column.text("Name")(_.name), Column.text("Kind")(_.kind), Column.text("State")(_.state),
-    Column.text("Progress")(_.progress.map { case (label, value) => s"$label $value" }.mkString(" / ")),
+    Column.of("Progress")((_: OperatorView).progress.mkString)(o => <td>{progressBar(o)}{
+      Show.text(o.progress.map { case (label, value) =>
+        if (value.toDoubleOption.isEmpty) s"$label: $value" else s"$label $value" }.mkString(" / "))}</td>),
     Column.text("Waits for", "What the coordinator or its tasks wait for, and since when")(_.waitsFor),
     Column.number("Live", "Running evaluations")(_.live), Column.number("Finished")(_.finished),
     Column.number("Failed")(_.failed),
@@ -94,6 +97,26 @@ private[stagecrew] object TopologyPage {
     percentiles("Acknowledgements",
       "From sending an event to the acknowledgement that it is in the task's mailbox")(_.acknowledgements),
     Column.of("Last error")((_: OperatorView).lastError)(o => Show.error(o.lastError)))
+
+  /** A bar of the splits, if it is known how many there are. */
+  private[stagecrew] def progressBar(operator: OperatorView): Seq[Node] = {
+    def number(label: String): Option[Int] = operator.progress.get(label).flatMap(_.toIntOption)
+    (for {
+      done <- number("splits done")
+      running <- number("splits in progress")
+      left <- number("splits left") if done + running + left > 0
+    } yield SparkUi.progressBar(running, done, done + running + left)).getOrElse(Nil)
+  }
+
+  private def jobColumns(request: PageRequest): Seq[Column[SparkJob]] = {
+    val root = request.root.stripSuffix(s"/${Tab.Prefix}")
+    def link(path: String, id: Long): Node = <a href={s"$root/$path=$id"}>{id.toString}</a>
+    Seq(Column.of("Job")((_: SparkJob).id)(job => <td>{link("jobs/job/?id", job.id)}</td>),
+      Column.of("Stages")((_: SparkJob).stages.headOption)(job => <td>{job.stages.flatMap(stage =>
+        Seq[Node](scala.xml.Text(" "), link("stages/stage/?attempt=0&id", stage))).drop(1)}</td>),
+      Column.of("SQL query")((_: SparkJob).execution)(job => <td>{
+        job.execution.map(link("SQL/execution/?id", _)).getOrElse(scala.xml.NodeSeq.Empty)}</td>))
+  }
 
   private def percentiles(name: String, help: String)(f: OperatorView => Percentiles): Column[OperatorView] =
     Column.of(name, help)((o: OperatorView) => f(o).p95) { o =>
