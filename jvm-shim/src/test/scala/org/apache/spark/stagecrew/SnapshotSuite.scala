@@ -4,7 +4,7 @@ import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.immutable.VectorMap
 import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, PartitionCounts, Totals}
 import org.apache.spark.stagecrew.ui.{OperatorView, Percentiles, ProcessView, RecoveryView, Sample, Snapshot, Span}
-import org.apache.spark.stagecrew.ui.{StepView, TopologyView}
+import org.apache.spark.stagecrew.ui.{SparkJob, StepView, TopologyView}
 import org.apache.spark.stagecrew.wire.Json
 
 class SnapshotSuite extends AnyFunSuite {
@@ -15,9 +15,10 @@ class SnapshotSuite extends AnyFunSuite {
     Percentiles(6, 7, 8, 9, 10), "subtask 3", VectorMap("splits done" -> "4", "loss" -> "0.25"), "no")
   private val full = Snapshot(
     Vector(TopologyView("t", "<name>", "named", Some("p"), "closed", 10, 20, 3, Vector("1"), VectorMap("1" -> counts), Vector("2"),
-      Vector("u"), Vector(operator), Vector(Span("1", "open", "a", 11, 12, failed = true)), 9)),
+      Vector("u"), Vector(operator), Vector(Span("1", "open", "a", 11, 12, failed = true, lost = true)), 9,
+      lastJobs = Vector(SparkJob(4, Vector(5, 6), 7)))),
     Totals(1, 2, 3, 4, 5, 6, 7, 8),
-    Vector(ProcessView("1", "h", 77, "worker", 1, 2, Vector(Sample(5, 6, 7, 8, 9)))),
+    Vector(ProcessView("1", "h", 77, "worker", 1, 2, Vector(Sample(5, 6, 7, 8, 9)), "", "t", "stage 1.0")),
     Some(RecoveryView(VectorMap("job" -> "j", "term" -> "3"), Vector(StepView("s", "found", 1, 2)), 5)),
     Some(operator.copy(name = "")), 4)
 

@@ -43,8 +43,8 @@ class TabSuite extends AnyFunSuite {
   }
 
   test("the page of a topology links to its last jobs, their stages and their SQL queries, newest first") {
-    val html = of(topology("a").copy(jobs = 70, lastJobs = Vector(SparkJob(7, Vector(3, 4), None),
-      SparkJob(8, Vector(5), Some(2)))))
+    val html = of(topology("a").copy(jobs = 70, lastJobs = Vector(SparkJob(7, Vector(3, 4), -1),
+      SparkJob(8, Vector(5), 2))))
     assert(rows(html, "jobs") == Seq(Seq("8", "5", "2"), Seq("7", "3 4", "")))
     val links = (html \\ "table").filter(_ \@ "id" == "stagecrew-jobs").flatMap(_ \\ "td").flatMap(_ \\ "a").map(_ \@ "href")
     assert(links == Seq("/ui/jobs/job/?id=8", "/ui/stages/stage/?attempt=0&id=5", "/ui/SQL/execution/?id=2",

@@ -30,7 +30,7 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
     val shuffles = event.stageInfos.flatMap(SparkInternals.shuffleOf)
     val caches = event.stageInfos.flatMap(SparkInternals.cachesOf)
     val job = SparkJob(event.jobId, event.stageIds.toVector.sorted, Option(event.properties)
-      .flatMap(p => Option(p.getProperty(SQLExecution.EXECUTION_ID_KEY))).flatMap(_.toLongOption))
+      .flatMap(p => Option(p.getProperty(SQLExecution.EXECUTION_ID_KEY))).flatMap(_.toLongOption).getOrElse(-1L))
     inLoop {
       executions.jobStarted(event.jobId, event.stageIds)
       crew.userOf(topologyId).foreach(crew.partitions.used(_, shuffles, caches))

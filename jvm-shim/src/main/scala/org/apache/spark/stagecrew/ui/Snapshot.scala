@@ -49,8 +49,8 @@ final case class TopologyView(
   def coordinators: Int = operators.count(_.name != Topology.Forgotten) + forgottenOperators
 }
 
-/** A job of Spark, with its stages, and with the SQL execution that it belongs to. */
-final case class SparkJob(id: Int, stages: Vector[Int], execution: Option[Long])
+/** A job of Spark, with its stages, and with the SQL execution that it belongs to, or -1. */
+final case class SparkJob(id: Int, stages: Vector[Int], execution: Long)
 
 /** A timed activity on an executor: "open" or "close" of a listener, or a "task". `ended` is 0 while it is running. A
   * span that is `lost` ended with its process or its executor; it has also failed. */
@@ -93,8 +93,8 @@ object OperatorView {
 }
 
 /** A Python process of an executor. Its role is "worker" or "agent", or "daemon" for a daemon that cannot sample, which
-  * `problem` explains. `ended` is 0 while the process is running. `topology` (an id) and `task` are what it was running
-  * at the last sample, if it has listeners. */
+  * `problem` explains. `ended` is 0 while the process is running. `topology` (an id) and `task` are those that it was
+  * running at the last sample, if it has listeners. */
 final case class ProcessView(
     executor: String, host: String, pid: Long, role: String, started: Long, ended: Long, samples: Vector[Sample],
     problem: String = "", topology: String = "", task: String = "") {

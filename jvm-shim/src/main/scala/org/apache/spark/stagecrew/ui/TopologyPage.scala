@@ -115,7 +115,7 @@ private[stagecrew] object TopologyPage {
       Column.of("Stages")((_: SparkJob).stages.headOption)(job => <td>{job.stages.flatMap(stage =>
         Seq[Node](scala.xml.Text(" "), link("stages/stage/?attempt=0&id", stage))).drop(1)}</td>),
       Column.of("SQL query")((_: SparkJob).execution)(job => <td>{
-        job.execution.map(link("SQL/execution/?id", _)).getOrElse(scala.xml.NodeSeq.Empty)}</td>))
+        if (job.execution < 0) NodeSeq.Empty else link("SQL/execution/?id", job.execution)}</td>))
   }
 
   private def percentiles(name: String, help: String)(f: OperatorView => Percentiles): Column[OperatorView] =
