@@ -18,7 +18,7 @@ ifdef JAVA_HOME  # sbt and the tests use the JDK that is on the PATH
 export PATH := $(JAVA_HOME)/bin:$(PATH)
 endif
 
-.PHONY: help setup lock jar jars wheel lint check format smoke test test-unit test-jvm test-spark test-matrix test-lowest test-long soak docs bench \
+.PHONY: help setup lock jar jars wheel lint check format smoke test test-unit test-jvm test-spark test-matrix test-lowest test-long soak docs docs-version bench \
   charts demo compat clean requirements
 
 help: ## list the targets
@@ -161,6 +161,10 @@ soak: setup ## run 10,000 uses of operators and 1,000 topologies, and report lea
 
 docs: setup ## build the documentation into site/, with warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-version: setup ## add the documentation of this version to the branch gh-pages of this clone; it pushes nothing
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $$($(BIN)/python -c "import stagecrew; print(stagecrew.__version__)") latest
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike set-default latest
 
 $(STAMPS)/peers: pyproject.toml $(STAMPS)/venv
 	@mkdir -p $(STAMPS)

@@ -1,5 +1,6 @@
 """MkDocs hooks: insert generated tables and repository files into pages, so that pages cannot differ from them."""
 
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -24,7 +25,13 @@ LANGUAGES = {
 
 
 def on_config(config):
-    """Adds a link to the repository, if pyproject.toml names its address."""
+    """Adds a link to the repository, if pyproject.toml names its address.
+
+    If mike builds the site, adds its list of versions. Without mike there is no such list, and a browser would report
+    an error.
+    """
+    if os.environ.get("MIKE_DOCS_VERSION"):
+        config.extra["version"] = {"provider": "mike", "default": "latest"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     repository = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
     if repository:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import os
@@ -34,12 +35,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=True, timeout=120)
+    with _served(folder) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def _served(folder: Path) -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=folder)) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize("path", [*PAGES[:2], *(pytest.param(path, marks=pytest.mark.long) for path in PAGES[2:])])
@@ -90,3 +99,28 @@ def test_a_reader_can_go_through_the_pages_by_keyboard(site: str, page: Page) ->
     page.locator("a.md-footer__link--next").focus()
     page.keyboard.press("Enter")
     page.wait_for_url("**/start/quickstart.html")
+
+
+@pytest.mark.long
+def test_each_version_has_its_documentation(page: Page, tmp_path: Path) -> None:
+    """`make docs-version` adds a version to the branch of the site. A reader can choose it, and starts at the latest."""
+    clone, folder = tmp_path / "stagecrew", tmp_path / "site"
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "GIT_CONFIG_GLOBAL": os.devnull}
+    environment |= {f"GIT_{who}_{what}": "test" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+
+    def run(*command: str) -> None:
+        subprocess.run(command, cwd=clone, env=environment, check=True, timeout=120)
+
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True, timeout=60)
+    mike = str(Path(sys.executable).with_name("mike"))
+    for version in ("0.1", "0.2"):
+        run(mike, "deploy", "--update-aliases", version, "latest")
+    run(mike, "set-default", "latest")
+    run("git", "worktree", "add", "--quiet", str(folder), "gh-pages")
+    with _served(folder) as address:
+        page.goto(f"{address}/index.html")
+        page.wait_for_url("**/latest/**")
+        page.get_by_role("button", name="Select version").click()
+        page.get_by_role("link", name="0.1", exact=True).click()
+        page.wait_for_url("**/0.1/**")
+        expect(page.locator("h1").first).to_be_visible()
