@@ -2,7 +2,7 @@
 
 The modes are `on`: with the plugin and a UI; `off`: without the plugin; `no-ui`: with the plugin, without a UI;
 `no-sampling` and `not-direct`: as `on`, but Python processes are not sampled, or requests take the way through Spark's
-RPC. The process reads commands as JSON lines on its standard input, and responds to each with one line. It stays alive
+RPC; `traced`: as `on`, and exports spans. The process reads commands as JSON lines on its standard input, and responds to each with one line. It stays alive
 between rounds, so that two of them can alternate.
 """
 
@@ -156,6 +156,8 @@ class Driver:
             builder = builder.config(key, value)
         if mode == "no-sampling":
             builder = builder.config("spark.stagecrew.processes.interval", "0")
+        if mode == "traced":
+            builder = builder.config("spark.stagecrew.tracing", "true")
         if mode == "not-direct":
             builder = builder.config("spark.stagecrew.channel.direct", "false")
         if plugin:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from measurements import Measurement, at_most, ratio_at_most
+from measurements import Measurement, at_most, percentiles, ratio_at_most
 from processes import Process, Run, console, driver
+
+from support.otlp import receiver
 
 #: A round is this many jobs on each side. The sides alternate after each job, and take turns in being the first. So
 #: load and drift of the machine, which come in waves of some seconds, affect both.
@@ -28,6 +30,25 @@ def watched(run: Run):
     yield from _tasks(run, "watched", words, warm_ups=4, rounds=10, most=1.01, off="no-ui", peer="no UI")
 
 
+def traced(run: Run):
+    """Python tasks whose spans are exported to a collector, and requests, compared with the plugin without tracing."""
+    words = f"{TASKS:,} Python tasks, traced"
+    with receiver() as collector:
+        traces = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        yield from _tasks(
+            run, "python", words, warm_ups=4, rounds=10, most=1.03, off="on", on="traced", peer="not traced", **traces
+        )
+        found: dict[str, list[list[float]]] = {"stagecrew": [], "not traced": []}
+        with driver("on") as without, driver("traced", **traces) as with_tracing:
+            sides = {"stagecrew": with_tracing, "not traced": without}
+            for side in (*sides.values(), *sides.values()):
+                side("requests", tasks=1, count=2000)
+            for _ in run.rounds(10):
+                for name, side in sides.items():
+                    found[name].append([1e6 * one for one in side("requests", tasks=1, count=1000)["seconds"]])
+    yield from percentiles("request and reply of 100 bytes, traced", "us", found, (ratio_at_most(1.03),))
+
+
 def _tasks(
     run: Run,
     kind: str,
@@ -37,9 +58,11 @@ def _tasks(
     rounds: int,
     most: float,
     off: str = "off",
+    on: str = "on",
     peer: str = "plain Spark",
+    **environment: str,
 ):
-    with driver(off) as without, driver("on") as with_plugin:
+    with driver(off) as without, driver(on, **environment) as with_plugin:
         for _ in range(warm_ups):
             for side in (without, with_plugin):
                 side(kind, tasks=TASKS)

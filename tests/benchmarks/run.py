@@ -18,7 +18,7 @@ from failover import failover
 from measurements import COLUMNS, Figure, about
 from messages import events, growing, hops, requests
 from operators import commits, pagerank, splits, supersteps
-from overhead import jvm, python, sampling, watched
+from overhead import jvm, python, sampling, traced, watched
 from pages import pages
 from processes import Run
 from stores import stores
@@ -27,7 +27,7 @@ from topologies import exits, partitions
 FIGURES = {
     figure.__name__: figure
     for figure in (
-        *(jvm, python, exits, watched, sampling, demo, requests, growing, hops, events, splits, partitions),
+        *(jvm, python, exits, watched, traced, sampling, demo, requests, growing, hops, events, splits, partitions),
         *(supersteps, pagerank, commits, stores, failover, pages),
     )
 }
