@@ -15,7 +15,7 @@ private[stagecrew] object OverviewPage {
     val topologies = Table("topologies", ordered(all), columns(model, request))
     val listeners = Table("listeners", topologies.rows.flatMap(sums),
       Column.of("Topology")((_: Row).topology.name)(row => <td>{Tab.topology(request, row.topology)}</td>) +:
-        listenerColumns(Column.count("Executors")((_: Row).executors))(_.sum))
+        listenerColumns(Column.count("Executors", "Executors that have reported it")((_: Row).executors))(_.sum))
     val tables = new Tables(request, "", Nil, topologies, listeners)
     val totals = model.snapshot.totals
     val forgotten = model.snapshot.forgottenTopologies
@@ -62,12 +62,14 @@ private[stagecrew] object OverviewPage {
     Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(request, t)}</td>),
     Column.text("Id")(_.id), Column.text("Kind")(_.kind), Column.text("State")(_.state),
     Column.date("Started")(_.started),
-    Column.duration("Duration")(model.duration), Column.number("Jobs")(_.jobs.toLong),
+    Column.duration("Duration")(model.duration),
+    Column.number("Jobs", "Jobs of Spark that began in it, or in a topology inside it")(_.jobs.toLong),
     Column.count("Executors", "Executors that ran its tasks")(_.askedBy, _.forgottenExecutors),
-    Column.number("Coordinators")(_.coordinators.toLong),
+    Column.number("Coordinators", "Uses of operators, each with its own coordinator")(_.coordinators.toLong),
     Column.number("Failures", "Failed open, close and decorate calls of listeners, and failed evaluations")
       (failures),
-    Column.count("Lost executors")(_.lostExecutors, _.forgottenExecutors),
+    Column.count("Lost executors", "Executors that were lost while they ran its tasks")
+      (_.lostExecutors, _.forgottenExecutors),
     Column.count("Unclosed", "Listeners that were not closed when the topology ended")(_.unclosed))
 
   private def failures(topology: TopologyView): Long =
@@ -80,10 +82,13 @@ private[stagecrew] object OverviewPage {
 
   /** The columns of a listener and its counts. `executors` is the column of the executors that the counts are from. */
   def listenerColumns[T](executors: Column[T])(f: T => ListenerCounts): Seq[Column[T]] = Seq(
-    Column.text("Listener")(f(_).name), Column.text("Scope")(f(_).scope), executors, Column.number("Opens")(f(_).opens),
-    Column.number("Closes")(f(_).closes), Column.number("Failures")(f(_).failures),
+    Column.text("Listener")(f(_).name), Column.text("Scope")(f(_).scope), executors,
+    Column.number("Opens", "Calls of open, including failed ones")(f(_).opens),
+    Column.number("Closes", "Calls of close, including failed ones")(f(_).closes),
+    Column.number("Failures", "Failed calls of open, close and decorate")(f(_).failures),
     Column.number("Lost", "Opens in processes that ended without a close")(f(_).lost),
-    Column.micros("Time in open")(f(_).openMicros), Column.micros("Time in close")(f(_).closeMicros),
+    Column.micros("Time in open", "The sum over all calls")(f(_).openMicros),
+    Column.micros("Time in close", "The sum over all calls")(f(_).closeMicros),
     Column.of("Last error")(f.andThen(_.lastError))(row =>
       Show.error(f(row).lastError, f(row).lastErrorLine, f(row).scope == "jvm")))
 }

@@ -31,7 +31,8 @@ private[stagecrew] object ProcessesPage {
 
   private def columns(model: PageModel): Seq[Column[ProcessView]] = Seq(
     Column.text("Executor")(_.executor), Column.text("Host")(_.host), Column.text("Role")(_.role),
-    Column.number("Process")(_.pid), Column.text("State")(p => if (p.ended > 0) "ended" else "running"),
+    Column.number("Process", "The process id on its host")(_.pid),
+    Column.text("State")(p => if (p.ended > 0) "ended" else "running"),
     Column.date("Started")(_.started), Column.date("Ended")(_.ended),
     Column.duration("Duration")(process => model.elapsed(process.started, process.ended)),
     lastSeen("Topology")(p => model.find(p.topology).fold(p.topology)(_.name)), lastSeen("Task")(_.task),

@@ -15,21 +15,22 @@ private[stagecrew] final case class Column[T](
 
 private[stagecrew] object Column {
   def text[T](name: String, help: String = "")(f: T => String): Column[T] = formatted(name, help)(f)(Show.text)
-  def number[T](name: String, help: String = "")(f: T => Long): Column[T] =
+  def number[T](name: String, help: String)(f: T => Long): Column[T] =
     formatted(name, help)(f)(_.toString).copy(isZero = f(_) == 0)
   /** A size in bytes. The cell is empty for 0. */
-  def bytes[T](name: String)(f: T => Long): Column[T] =
-    formatted(name)(f)(bytes => if (bytes == 0) "" else SparkUi.formatBytes(bytes)).copy(isZero = f(_) == 0)
+  def bytes[T](name: String, help: String)(f: T => Long): Column[T] =
+    formatted(name, help)(f)(bytes => if (bytes == 0) "" else SparkUi.formatBytes(bytes)).copy(isZero = f(_) == 0)
   /** A time in milliseconds since the epoch. The cell is empty unless the value is positive. */
   def date[T](name: String)(f: T => Long): Column[T] = formatted(name)(f)(Show.date)
   def duration[T](name: String)(ms: T => Long): Column[T] = formatted(name)(ms)(SparkUi.formatDuration)
-  def micros[T](name: String)(f: T => Long): Column[T] = formatted(name)(f)(Show.micros).copy(isZero = f(_) == 0)
+  def micros[T](name: String, help: String)(f: T => Long): Column[T] =
+    formatted(name, help)(f)(Show.micros).copy(isZero = f(_) == 0)
 
   private def formatted[T, K: Ordering](name: String, help: String = "")(f: T => K)(format: K => Any): Column[T] =
     of(name, help)(f)(row => <td>{format(f(row))}</td>)
 
   /** The number of strings that a row has. The tooltip lists them. `more` strings are counted, but not listed. */
-  def count[T](name: String, help: String = "")(f: T => Seq[String], more: T => Int = (_: T) => 0): Column[T] = {
+  def count[T](name: String, help: String)(f: T => Seq[String], more: T => Int = (_: T) => 0): Column[T] = {
     def size(row: T): Int = f(row).size + more(row)
     of(name, help)(size)(row => <td title={Show.title(f(row).mkString("\n"))}>{size(row).toString}</td>)
       .copy(isZero = size(_) == 0)
