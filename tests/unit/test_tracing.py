@@ -245,10 +245,7 @@ def test_nothing_is_left_after_the_end(exported: InMemorySpanExporter) -> None:
     current.connect(Jvm())
     current.stop()
     current.stop()
-    for thread in threading.enumerate():
-        if thread.name == "stagecrew-tracing":
-            thread.join(10)
-            assert not thread.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name == "stagecrew-tracing"]
     assert tracing.current() is None
 
 

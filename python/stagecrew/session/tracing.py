@@ -111,10 +111,12 @@ class Tracing:
         self.end(APPLICATION_SPAN)
 
     def stop(self) -> None:
-        """Exports what is waiting, and ends. Takes at most 5 s."""
+        """Exports what is waiting, and ends. Takes at most 10 s."""
         global _current
         self.disconnect()
         self._stops.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_TIMEOUT)
         set_exporter(None)
         _current = None
         if self._dropped:

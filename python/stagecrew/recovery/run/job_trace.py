@@ -68,7 +68,7 @@ class JobTrace:
             return None
 
     def end(self, outcome: str, reason: str) -> None:
-        """Exports the span of the job, which has ended, and stops. Takes at most 5 s."""
+        """Exports the span of the job, which has ended, and stops. Takes at most 10 s."""
         self._span.set_attribute("stagecrew.run", self._run.number)
         self._tracing.end_root(self._span, outcome, reason)
         self._tracing.stop()
