@@ -52,9 +52,13 @@ def test_records_of_a_coordinator_name_operator_and_evaluation():
     of other threads name neither."""
     found, done = [], threading.Event()
     loop = Loop("o", lambda error: None, lambda: None, topology="t")
+
+    def handle(evaluation):  # as the coordinator's calls do: the loop may be idle between two calls
+        set_current_evaluation(evaluation)
+        found.append(fields_of_new_record())
+
     for evaluation in (None, EVALUATION, None):
-        loop.call(set_current_evaluation, evaluation)
-        loop.call(lambda: found.append(fields_of_new_record()))
+        loop.call(handle, evaluation)
     loop.call(done.set)
     assert done.wait(10)
     assert loop.end(10)
@@ -72,12 +76,12 @@ def test_extra_of_a_coordinator_takes_precedence(monkeypatch):
     given = {name: f"my {name}" for name in FIELDS}
 
     def logs_all():
+        set_current_evaluation(EVALUATION)
         logger.warning("x", extra=given)
         logger.warning("x", extra={"stage": None})
         logger.warning("x")
 
     loop = Loop("o", found.append, lambda: None, topology="t")
-    loop.call(set_current_evaluation, EVALUATION)
     loop.call(logs_all)
     loop.call(done.set)
     assert done.wait(10)
