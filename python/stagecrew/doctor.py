@@ -67,6 +67,7 @@ def examine(master: str | None) -> Iterator[Check]:
         broken += [name] * (done.status == "failed")
         yield done
     yield _run_check("pandas", pandas_version)
+    yield _run_check("PyArrow", arrow_version)
     if store := os.environ.get("STAGECREW_STORE"):
         yield _run_check("Store", lambda: coordination_store(store))
     if state := os.environ.get("STAGECREW_STATE"):
@@ -247,6 +248,20 @@ def pandas_version() -> Check:
     if int(found.split(".", maxsplit=1)[0]) >= 3:
         return Check("pandas", "failed", f"{found}; PySpark {supported()} does not support pandas 3", install)
     return Check("pandas", "ok", found)
+
+
+def arrow_version() -> Check:
+    """Checks PyArrow, which PySpark's Arrow functions and stagecrew's operators need."""
+    install = "pip install 'pyarrow>=18'"
+    try:
+        return Check("PyArrow", "ok", str(importlib.import_module("pyarrow").__version__))
+    except ImportError as error:
+        if error.name == "pyarrow":
+            missing = "it is not installed; mapInArrow, operators, splits, commits and supersteps need it"
+            return Check("PyArrow", "warning", missing, install)
+        return _broken("PyArrow", error, install)
+    except Exception as error:
+        return _broken("PyArrow", error, install)
 
 
 def coordination_store(url: str) -> Check:

@@ -244,6 +244,9 @@ def test_doctor_refuses_other_versions_of_pyspark_and_pandas(monkeypatch):
     assert "<3" in doctor.pandas_version().remedy
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert doctor.pandas_version().status == "warning"
+    assert doctor.arrow_version().status == "ok"
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert doctor.arrow_version().status == "warning"
 
 
 @pytest.mark.parametrize(("package", "index"), [("pyspark", 2), ("pandas", 4)])

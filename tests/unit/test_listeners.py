@@ -267,6 +267,7 @@ def test_a_resource_in_a_function_is_pickled_without_arguments():
     assert SECRET.encode() not in pickle.dumps(orders)
     arrived = pickle.loads(pickle.dumps(orders))
     assert repr(arrived) == repr(orders) == "<resource pool>"
+    assert repr(pool) == "<resource 'pool', not called: call it with its arguments to create a listener>"
     with pytest.raises(ConfigurationError, match="this is only a reference to resource 'pool'"):
         arrived.open(CONTEXT)
     arrived.close(CONTEXT)

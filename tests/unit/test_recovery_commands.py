@@ -177,6 +177,8 @@ def test_the_exit_code_of_result(places):
     found = json.loads(run("result", "--json", "two").output)
     assert (found["state"], found["reason"]) == ("failed", "ValueError: no such day")
     assert json.loads(run("result", "--json", "three").output)["state"] == "submitted"
+    end("three", Result("failed", "x" * 200))
+    assert "x" * 200 in run("jobs").output, "a pipe gets the whole reason"
 
 
 def test_a_result_cannot_control_the_terminal(places):

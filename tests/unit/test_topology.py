@@ -29,6 +29,14 @@ class FakeContext:
         self._here = threading.local()
         self.master, self.pythonExec, self.environment, self._python_includes = "yarn", "python", {}, []
 
+    appName = "nightly"
+
+    @property
+    def applicationId(self) -> str:
+        if self._jsc is None:
+            raise AttributeError("'NoneType' object has no attribute 'sc'")
+        return "app-1"
+
     def getConf(self) -> dict[str, str]:
         return {}
 
@@ -363,12 +371,21 @@ def test_a_closing_topology_keeps_its_threads(crew):
         a._state = "active"
 
 
+def raised_by(call):
+    with pytest.raises(TopologyError) as raised:
+        call()
+    return raised.value
+
+
 def test_after_the_session_has_stopped(crew):
     """After the session has stopped, `start` and wrapped functions raise `NotActive` with the remedy, and `close` does
     nothing."""
     new, a = topology(crew, "new"), topology(crew, "a").start()
     wrapped = a.wrap(print)
+    assert repr(crew) == "<crew 'nightly': app-1, active: a>"
     crew.context._jsc = None
+    assert repr(crew) == "<crew 'nightly': app-1, stopped>"
+    assert "not begun: use it in a `with` statement" in str(raised_by(lambda: new.report))
     for call in (new.start, wrapped, lambda: topology(crew, "late")):
         with pytest.raises(NotActive, match=r"has stopped; call stagecrew\.crew\(spark\) with the new one"):
             call()

@@ -150,6 +150,9 @@ class ResourceFactory(Generic[P, T]):
                 ) from None
         return Resource(self, args, kwargs)
 
+    def __repr__(self) -> str:
+        return f"<resource {self.name!r}, not called: call it with its arguments to create a listener>"
+
     def __reduce__(self) -> Any:
         # Only these parts: because of `__wrapped__`, the function would be pickled twice.
         return (ResourceFactory, (self.function, self.scope, self.lifetime, self.required, self.name))

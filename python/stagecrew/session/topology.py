@@ -308,10 +308,13 @@ class Topology(TopologyOperators):
             TopologyError: The topology has not begun, or the driver no longer knows it.
         """
         report = self._newest_report()
-        if report is None:
+        if report is None and self._state == "new":
             raise TopologyError(
-                f"there is no report of topology {self.name!r}: it has not begun, or the driver no longer knows it"
+                f"there is no report of topology {self.name!r}, because it has not begun: use it in a `with` statement, "
+                "or call its start()"
             )
+        if report is None:
+            raise TopologyError(f"there is no report of topology {self.name!r}: the driver no longer knows it")
         return report
 
     # -- Partitions

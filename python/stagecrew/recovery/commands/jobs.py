@@ -25,6 +25,8 @@ __all__ = ["cancel", "list_jobs", "result"]
 
 #: How often `jobs --watch` reads the jobs, in seconds.
 _WATCH_PERIOD: Final = 1.0
+#: The maximum length of a reason in a terminal.
+_REASON: Final = 80
 _COLUMNS: Final = ("id", "state", "run", "submitted", "process", "reason")
 
 
@@ -76,7 +78,8 @@ def _rows(found: list[dict[str, Any]], unreadable: dict[str, str]) -> list[tuple
     for job in found:
         process = job["process"]
         where = "" if process is None else f"{process['host']}:{process['pid']}"
-        rows.append((job["id"], job["state"], str(job["run"]), _time(job["submitted"]), where, job["reason"][:80]))
+        reason = job["reason"][:_REASON] if console.is_terminal else job["reason"]
+        rows.append((job["id"], job["state"], str(job["run"]), _time(job["submitted"]), where, reason))
     return rows + [(id_, "unreadable", "", "", "", error) for id_, error in unreadable.items()]
 
 

@@ -327,6 +327,7 @@ class Job:
                     PLACE.reset(token)
                 self._store(place, result, query)
             state = "finished"
+            _log.info("step %r of job %r is finished, and its result is stored", key, self.id)
         finally:
             self._states.end(place)
             self._progress.record_step(key, state)
