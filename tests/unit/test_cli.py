@@ -178,7 +178,8 @@ def test_doctor_without_spark_prints_json(jar, tmp_path, monkeypatch):
     report = json.loads(result.stdout)
     assert (result.exit_code, report["ok"]) == (0, True), report
     assert [(check["name"], check["status"]) for check in report["checks"]] == [
-        ("System", "ok"), ("Java", "ok"), ("PySpark", "ok"), ("Jar", "ok"), ("pandas", "ok"), ("Spark", "skipped"),
+        ("System", "ok"), ("Java", "ok"), ("PySpark", "ok"), ("Jar", "ok"), ("pandas", "ok"), ("PyArrow", "ok"),
+        ("Spark", "skipped"),
     ]  # fmt: skip
 
 
@@ -189,7 +190,7 @@ def test_a_failed_check_of_doctor_shows_a_remedy(jar, tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert "default-jdk-headless" in result.stdout
     assert "first fix: Java" in result.stdout
-    assert "1 of 6 checks failed" in result.stdout
+    assert "1 of 7 checks failed" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,7 @@ def test_a_package_that_cannot_be_imported_is_a_failed_check(jar, tmp_path, monk
     assert checks[index].status == "failed"
     assert "ValueError: numpy.dtype size changed" in checks[index].found
     assert "pip install" in checks[index].remedy
-    assert len(checks) == 6
+    assert len(checks) == 7
 
 
 def test_doctor_never_raises(monkeypatch):

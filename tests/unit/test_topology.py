@@ -29,7 +29,7 @@ class FakeContext:
         self._here = threading.local()
         self.master, self.pythonExec, self.environment, self._python_includes = "yarn", "python", {}, []
 
-    appName = "nightly"
+    appName = "nightly"  # noqa: N815
 
     @property
     def applicationId(self) -> str:

@@ -310,8 +310,8 @@ class Topology(TopologyOperators):
         report = self._newest_report()
         if report is None and self._state == "new":
             raise TopologyError(
-                f"there is no report of topology {self.name!r}, because it has not begun: use it in a `with` statement, "
-                "or call its start()"
+                f"there is no report of topology {self.name!r}, because it has not begun: use it in a `with` "
+                "statement, or call its start()"
             )
         if report is None:
             raise TopologyError(f"there is no report of topology {self.name!r}: the driver no longer knows it")

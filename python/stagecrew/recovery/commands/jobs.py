@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from stagecrew.errors import StoreUnavailable
-from stagecrew.observability.console import table
+from stagecrew.observability.console import table, wide_console
 from stagecrew.recovery.commands.following import exit_code, follow, show_result
 from stagecrew.recovery.commands.options import console, json_option, open_places, parse_age, place_options, say
 
@@ -61,7 +61,7 @@ def list_jobs(context: click.Context, store: str, state: str, prune: float | Non
         click.echo(json.dumps({"jobs": found, "unreadable": errors}, indent=2))
         return
     rows = _rows(found, unreadable)
-    console.print(table(_COLUMNS, rows) if rows else "no jobs")
+    wide_console().print(table(_COLUMNS, rows) if rows else "no jobs")
 
 
 def _read(jobs: Jobs) -> tuple[list[dict[str, Any]], dict[str, str]]:
