@@ -24,7 +24,8 @@ private[stagecrew] object OverviewPage {
     Seq[NodeSeq](notes(model), Hints.of(model).map(Show.hint),
       Show.properties(
         "Topologies in the application" -> Show.value(
-          states.map { case (state, count) => s"$count $state" }.mkString(", ") + (if (forgotten > 0) s"; the last ${listed.getOrElse("closed", 0)} closed ones are listed" else "")),
+          states.map { case (state, count) => s"$count $state" }.mkString(", ") +
+            (if (forgotten > 0) s"; the last ${listed.getOrElse("closed", 0)} closed ones are listed" else "")),
         "Listeners" -> Show.value(s"opens ${totals.opens}, closes ${totals.closes}, failures ${totals.failures}, " +
           s"lost ${totals.lost}"),
         "Python processes" -> Show.value(processes(model.snapshot.processes))),
