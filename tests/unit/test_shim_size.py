@@ -22,7 +22,7 @@ ADDED = {
     "hints on the pages, which the History Server shows too": 66,
     "pages that update themselves, running tasks, and tables without columns of zeros": 93,
     "running hooks, which only executors know, on the pages": 51,
-    "on the pages: links to jobs, stages and SQL queries, bars of splits, the tasks of processes, and more tooltips": 63,
+    "on the pages: links to jobs, stages and SQL queries, bars of splits, the tasks of processes, and more tooltips": 64,
     "ended hooks and tasks, for the spans that the driver's Python exports": 67,
 }
 WIDEST = 120
