@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from stagecrew.errors import ConfigurationError
 from stagecrew.observability.error_summary import error_text
 from stagecrew.observability.spans import EndedSpan, set_exporter
 from stagecrew.observability.traceparent import TraceIds, ids_of, task_traceparent, traceparent_of
+from stagecrew.session.trace_provider import chosen_ids, context_of_environment, otlp_provider
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -37,8 +37,7 @@ _PERIOD: Final = 1.0
 _BATCH: Final = 1000
 #: How many ended spans may wait in this process. If there are more, the oldest are dropped.
 _MAX_WAITING: Final = 10000
-#: The queue of stagecrew's own provider, and how long its last export may take, in seconds.
-_MAX_QUEUED: Final = 20000
+#: How long the last export may take, in seconds.
 _STOP_TIMEOUT: Final = 5.0
 #: How many ended topologies are remembered. Spans of their tasks may arrive late.
 _REMEMBERED: Final = 1000
@@ -68,18 +67,18 @@ class Tracing:
 
             provider = trace.get_tracer_provider()
             if not isinstance(provider, TracerProvider):
-                provider = self._own_provider = _otlp_provider(service)
+                provider = self._own_provider = otlp_provider(service)
         except ImportError as error:
             raise ConfigurationError(
                 "spark.stagecrew.tracing=true needs OpenTelemetry's SDK on the driver: run pip install "
                 f"'stagecrew[otel]', or remove the setting ({error_text(error)})"
             ) from error
         self._context, self._trace = context, trace
-        self._ids = _chosen_ids()
+        self._ids = chosen_ids()
         self._tracer = provider.get_tracer("stagecrew", __version__)
         self._tracer.id_generator = self._ids  # type: ignore[attr-defined]
         #: Around everything in this process: the span of a stored job, or the context of `TRACEPARENT`.
-        self._root: Context = _context_of_environment(context.Context())
+        self._root: Context = context_of_environment(context.Context())
         #: The spans of active topologies and of the application, and the contexts of ended ones, by id.
         self._lock = threading.Lock()
         self._active: dict[str, Span] = {}
@@ -300,47 +299,3 @@ def start(service: str) -> Tracing:
     _current = Tracing(service)
     set_exporter(_current)
     return _current
-
-
-def _otlp_provider(service: str) -> TracerProvider:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    provider = TracerProvider(
-        resource=Resource.create({} if named else {"service.name": service}), shutdown_on_exit=False
-    )
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=_MAX_QUEUED))
-    return provider
-
-
-def _context_of_environment(empty: Context) -> Context:
-    """The context in the environment variable `TRACEPARENT`, if it is set and valid."""
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    carrier = {key.lower(): os.environ[key] for key in ("TRACEPARENT", "TRACESTATE") if key in os.environ}
-    return TraceContextTextMapPropagator().extract(carrier, empty)
-
-
-def _chosen_ids() -> Any:
-    """A generator of random ids, except for the ids that the calling thread has chosen."""
-    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-
-    class ChosenIds(RandomIdGenerator):
-        def __init__(self) -> None:
-            self._thread = threading.local()
-
-        def choose(self, ids: TraceIds | None) -> None:
-            self._thread.ids = ids
-
-        def generate_span_id(self) -> int:
-            ids: TraceIds | None = getattr(self._thread, "ids", None)
-            return super().generate_span_id() if ids is None else ids.span
-
-        def generate_trace_id(self) -> int:
-            ids: TraceIds | None = getattr(self._thread, "ids", None)
-            return super().generate_trace_id() if ids is None else ids.trace
-
-    return ChosenIds()
