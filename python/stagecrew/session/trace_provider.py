@@ -1,4 +1,4 @@
-"""OpenTelemetry's objects for `tracing`: a provider that exports over OTLP, and ids that are known before their span."""
+"""OpenTelemetry's objects for `tracing`: a provider that exports over OTLP, and ids that are known before a span."""
 
 from __future__ import annotations
 
