@@ -74,7 +74,7 @@ class Journal(stagecrew.Listener):
         return super().decorate(task)
 
 
-class Answers(stagecrew.Coordinator):
+class Echo(stagecrew.Coordinator):
     """Replies to each request, except to `hang`."""
 
     def handle_request(self, evaluation: stagecrew.Evaluation, request: str) -> Any:
@@ -112,7 +112,7 @@ def test_every_span_arrives_with_its_parent(spark: SparkSession, collector: Rece
     crew = stagecrew.crew(spark)
     with crew.topology("enrich", listeners=[pool(), cache(), Journal(str(tmp_path))]) as topology:
         assert trace.get_current_span().get_span_context().is_valid
-        operator = topology.coordinate("answers", Answers)
+        operator = topology.coordinate("echo", Echo)
         rows = operator.map(spark.range(8, numPartitions=4), ask, "value string, rows long").collect()
         topology.commit(spark.range(10), ParquetSink(str(tmp_path / "table")), "sink")
         totals = topology.supersteps(spark.range(4, numPartitions=4), count_steps, "total double", name="sum").collect()
@@ -146,7 +146,7 @@ def test_every_span_arrives_with_its_parent(spark: SparkSession, collector: Rece
     assert (killed.outcome, killed.attributes["stagecrew.partition"]) == ("failed", 1)
     assert "Python worker exited unexpectedly" in killed.error
 
-    requests = collector.named("request answers")
+    requests = collector.named("request echo")
     assert sorted(span.outcome for span in requests) == ["lost", *["ok"] * 5]
     (lost,) = (span for span in requests if span.outcome == "lost")
     assert lost.parent == killed.id
@@ -205,7 +205,7 @@ def loaded(_=None):
 
 spark = stagecrew.configure(session_builder({master!r})).getOrCreate()
 with stagecrew.crew(spark).topology("untraced", listeners=[Seen()]) as topology:
-    operator = topology.coordinate("answers", stagecrew.Coordinator)
+    operator = topology.coordinate("echo", stagecrew.Coordinator)
     in_tasks = spark.sparkContext.parallelize([1], 1).map(loaded).collect()
 spark.stop()
 journal.write(event="loaded", modules=[*loaded(), *in_tasks[0]])

@@ -110,7 +110,7 @@ class Tracing:
         self.end(APPLICATION_SPAN)
 
     def stop(self) -> None:
-        """Exports what is waiting, and ends. Takes at most 10 s."""
+        """Exports the waiting spans, and ends. Takes at most 10 s."""
         global _current
         self.disconnect()
         self._stops.set()
@@ -144,7 +144,7 @@ class Tracing:
     def begin(self, id_: str, name: str, outer: str | None) -> str:
         """Begins the span of a topology. Returns its `traceparent`, or an empty text if it is not sampled.
 
-        Its parent is the current span of the thread. If there is none, it is the span of the outer topology.
+        Its parent is the current span of the thread, or without one, the span of the outer topology.
         """
         label = name if id_ == APPLICATION_SPAN else f"topology {name}"
         attributes = {} if id_ == APPLICATION_SPAN else {"stagecrew.topology": id_}
