@@ -34,7 +34,9 @@ spark.stop()
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("direct", [pytest.param(True, marks=pytest.mark.contract), False])
+@pytest.mark.parametrize(
+    "direct", [pytest.param(True, marks=pytest.mark.contract), pytest.param(False, marks=pytest.mark.long)]
+)
 def test_each_hop_of_a_request_is_recorded(
     tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:

@@ -113,6 +113,7 @@ def slow_to_close(context, path, seconds):
     Journal(path).write(event="closed", executor=context.executor)
 
 
+@pytest.mark.long
 def test_an_executor_is_not_idle_while_a_topology_closes_on_it(sessions, journal):
     """An executor counts as idle only once a closing topology's listeners are closed on it. Then it is removed."""
     spark = sessions.get(
@@ -178,6 +179,7 @@ def test_the_exit_does_not_wait_for_an_executor_lost_during_the_release(sessions
     assert before_exit - after_exit
 
 
+@pytest.mark.long
 def test_outputs_of_both_attempts_of_a_stage_are_released(sessions, tmp_path, journal):
     """Outputs of both attempts of a stage are released, even if an executor with some of them was killed in between."""
     spark = sessions.get(LOCAL_CLUSTER)
@@ -209,6 +211,7 @@ def test_outputs_of_both_attempts_of_a_stage_are_released(sessions, tmp_path, jo
     assert topology.report.released >= 4
 
 
+@pytest.mark.long
 def test_outputs_of_speculative_attempts_are_released(sessions, standalone, tmp_path, journal):
     """When two speculative attempts write the same partition, no output of either is left, whichever attempt wins."""
     spark = sessions.get(

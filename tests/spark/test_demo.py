@@ -113,6 +113,7 @@ def test_the_demo_on_sqlite_opens_one_pool_per_worker(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.long
 def test_the_demo_compares_skew_disk_and_a_killed_driver(tmp_path):
     """Splits balance the tasks, a topology leaves no shuffle file, and the job of a killed driver loads each row once.
 

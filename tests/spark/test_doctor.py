@@ -24,7 +24,7 @@ def test_every_check_passes_on_a_working_installation():
     done = run_stagecrew("doctor", "--json", "--master", "local-cluster[1,1,1024]", installed=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     found = checks(done)
-    expected = dict.fromkeys(("Java", "PySpark", "Jar", "pandas", "Spark", "Python", "Workers"), "ok")
+    expected = dict.fromkeys(("Java", "PySpark", "Jar", "pandas", "PyArrow", "Spark", "Python", "Workers"), "ok")
     expected["System"] = "warning" if is_proc_hidden() else "ok"
     assert {name: check["status"] for name, check in found.items()} == expected
     assert "the plugin is active" in found["Spark"]["found"]
@@ -40,7 +40,7 @@ def test_the_text_output_has_one_line_per_check():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines[:-1]] == ["ok"] * 8
+    assert [line.split()[0] for line in lines[:-1]] == ["ok"] * 9
     assert lines[-1] == f"stagecrew {stagecrew.__version__} can run here."
 
 

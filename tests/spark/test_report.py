@@ -126,6 +126,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_the_report_of_a_killed_application_says_it_has_no_end(tmp_path: Path) -> None:
     """The report of a killed application contains what its log contains, and says that no end is recorded."""
     conf = event_log_settings(tmp_path / "events")

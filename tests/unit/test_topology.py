@@ -384,7 +384,7 @@ def test_after_the_session_has_stopped(crew):
     wrapped = a.wrap(print)
     assert repr(crew) == "<crew 'nightly': app-1, active: a>"
     crew.context._jsc = None
-    assert repr(crew) == "<crew 'nightly': app-1, stopped>"
+    assert repr(crew) == "<crew 'nightly': stopped>"
     assert "not begun: use it in a `with` statement" in str(raised_by(lambda: new.report))
     for call in (new.start, wrapped, lambda: topology(crew, "late")):
         with pytest.raises(NotActive, match=r"has stopped; call stagecrew\.crew\(spark\) with the new one"):

@@ -45,8 +45,6 @@ class Crew:
 
     def __init__(self, context: SparkContext, facade: Any) -> None:
         self.connection = PluginConnection(context, facade)
-        #: A SparkContext that has stopped no longer knows it.
-        self._application_id = str(context.applicationId)
         self.application = Application()
         self.topologies = ActiveTopologies(self.connection, self.application.place)
         #: The commit log for commits without a `commit_log` argument.
@@ -66,8 +64,10 @@ class Crew:
         self._drain_before_stop()
 
     def __repr__(self) -> str:
-        active = ", ".join(topology.name for topology in self.active) if self.running else ""
-        parts = (self._application_id, f"active: {active}" if active else "", "" if self.running else "stopped")
+        if not self.running:  # a SparkContext that has stopped no longer knows the application's id
+            return one_line("crew", str(self.context.appName), ["stopped"])
+        active = ", ".join(topology.name for topology in self.active)
+        parts = (str(self.context.applicationId), f"active: {active}" if active else "")
         return one_line("crew", str(self.context.appName), parts)
 
     def _repr_html_(self) -> str:
