@@ -105,9 +105,8 @@ class Tracing:
         """Ends the span of the application. Call it before the JVM ends. A second call has no effect."""
         self.collect()
         self._source = None
-        for id_ in [id_ for id_ in self._active if id_ != APPLICATION_SPAN]:
+        for id_ in reversed(list(self._active)):  # inner ones first; the application began before all others
             self.end(id_)
-        self.end(APPLICATION_SPAN)
 
     def stop(self) -> None:
         """Exports the waiting spans, and ends. Takes at most 10 s."""
@@ -129,8 +128,7 @@ class Tracing:
 
     def begin_root(self, name: str, traceparent: str, started: int, attributes: Mapping[str, Any]) -> Span:
         """Begins a root span with these ids, which are known to other processes. It contains all others from now on."""
-        ended = EndedSpan(name, "", started, 0, "", attributes=attributes, own=traceparent)
-        span = self._start(ended, self._context.Context())
+        span = self._start(name, self._context.Context(), attributes, started, traceparent)
         self._root = self._trace.set_span_in_context(span)
         return span
 
@@ -148,8 +146,7 @@ class Tracing:
         """
         label = name if id_ == APPLICATION_SPAN else f"topology {name}"
         attributes = {} if id_ == APPLICATION_SPAN else {"stagecrew.topology": id_}
-        span = self._start(EndedSpan(label, "", 0, 0, "", attributes=attributes), self._parent(outer))
-        self._active[id_] = span
+        self._active[id_] = self._start(label, self._parent(outer), attributes)
         return self.topology(id_) or ""
 
     def end(self, id_: str, error: BaseException | None = None) -> None:
@@ -200,7 +197,7 @@ class Tracing:
     def span(self, name: str, topology: str, attributes: Mapping[str, Any]) -> Iterator[None]:
         """See `SpanExporter`."""
         parent = self._parent(topology)
-        span = self._start(EndedSpan(name, "", 0, 0, "", attributes=attributes), parent)
+        span = self._start(name, parent, attributes)
         token = self._context.attach(self._trace.set_span_in_context(span, parent))
         try:
             yield
@@ -261,15 +258,16 @@ class Tracing:
         flags = self._trace.TraceFlags(int(ids.is_sampled))
         parent = self._trace.SpanContext(ids.trace, ids.span, is_remote=False, trace_flags=flags)
         context = self._trace.set_span_in_context(self._trace.NonRecordingSpan(parent), self._context.Context())
-        span = self._start(ended, context)
+        span = self._start(ended.name, context, ended.attributes, ended.started, ended.own)
         self._finish(span, ended.outcome, ended.error, ended.ended)
 
-    def _start(self, ended: EndedSpan, parent: Context) -> Span:
-        self._ids.choose(ids_of(ended.own) if ended.own else None)
+    def _start(
+        self, name: str, parent: Context, attributes: Mapping[str, Any], started: int | None = None, own: str = ""
+    ) -> Span:
+        """Starts a span, now or at a time in nanoseconds. `own` is its `traceparent` if others know it already."""
+        self._ids.choose(ids_of(own) if own else None)
         try:
-            return self._tracer.start_span(
-                ended.name, parent, attributes=dict(ended.attributes), start_time=ended.started or None
-            )
+            return self._tracer.start_span(name, parent, attributes=dict(attributes), start_time=started)
         finally:
             self._ids.choose(None)
 
