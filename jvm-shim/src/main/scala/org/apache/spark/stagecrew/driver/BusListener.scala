@@ -26,7 +26,7 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
   private val openFailures = mutable.LinkedHashMap.empty[(Int, Int), mutable.HashSet[Long]]
 
   override def onJobStart(event: SparkListenerJobStart): Unit = {
-    val topologyId = Option(event.properties).flatMap(p => Option(p.getProperty(TaskAttempts.TopologyProperty)))
+    val topologyId = TaskAttempts.topologyIn(event.properties)
     val shuffles = event.stageInfos.flatMap(SparkInternals.shuffleOf)
     val caches = event.stageInfos.flatMap(SparkInternals.cachesOf)
     val job = SparkJob(event.jobId, event.stageIds.toVector.sorted, Option(event.properties)

@@ -15,8 +15,7 @@ private[stagecrew] final class RunningTasks(limit: Int = RunningTasks.Limit) ext
   private val tasks = new ConcurrentHashMap[Long, (Int, Span)]()
 
   override def onStageSubmitted(event: SparkListenerStageSubmitted): Unit =
-    Option(event.properties).flatMap(p => Option(p.getProperty(TaskAttempts.TopologyProperty)))
-      .foreach(topologyOfStage.put(event.stageInfo.stageId, _))
+    TaskAttempts.topologyIn(event.properties).foreach(topologyOfStage.put(event.stageInfo.stageId, _))
 
   override def onStageCompleted(event: SparkListenerStageCompleted): Unit = {
     val stage = event.stageInfo.stageId

@@ -48,9 +48,8 @@ private[stagecrew] final class TraceLog(limit: Int = TraceLog.Limit) extends Spa
   }
 
   override def onStageSubmitted(event: SparkListenerStageSubmitted): Unit = {
-    val topology = Option(event.properties).flatMap(p => Option(p.getProperty(TaskAttempts.TopologyProperty)))
     topologyOfStage.put((event.stageInfo.stageId, event.stageInfo.attemptNumber()),
-      topology.getOrElse(Description.Application))
+      TaskAttempts.topologyIn(event.properties).getOrElse(Description.Application))
   }
 
   override def onTaskEnd(event: SparkListenerTaskEnd): Unit = if (event.taskInfo != null) {

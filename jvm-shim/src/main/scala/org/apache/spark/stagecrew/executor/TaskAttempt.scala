@@ -206,6 +206,11 @@ object TaskAttempts {
   /** The local property with the topology's id. Python sets it in the thread that runs the topology, and Spark passes
     * it on to the jobs that the thread starts. */
   val TopologyProperty = "spark.stagecrew.topology"
+
+  /** The id of the topology in the properties of a job or a stage. Spark passes null if there are no properties. */
+  def topologyIn(properties: java.util.Properties): Option[String] =
+    Option(properties).flatMap(p => Option(p.getProperty(TopologyProperty)))
+
   val ChainProperty = "spark.stagecrew.chain"
   val AddressFileProperty = "spark.stagecrew.addressFile"
   val StageAttemptProperty = "spark.stagecrew.stageAttempt"
