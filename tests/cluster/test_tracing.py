@@ -89,7 +89,6 @@ def ask(gateway: stagecrew.TaskGateway, batches: Iterator[pa.RecordBatch]) -> It
     if task.partitionId() == 1 and task.attemptNumber() == 0:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
         gateway.request("hang")
-    time.sleep(0.5)  # so that all slots get tasks
     for batch in batches:
         yield pa.record_batch({"value": [pool().get() or "", cache().get() or ""], "rows": [batch.num_rows] * 2})
 
@@ -110,6 +109,7 @@ def test_every_span_arrives_with_its_parent(spark: SparkSession, collector: Rece
     from opentelemetry import trace
 
     crew = stagecrew.crew(spark)
+    assert crew.connection.await_slots(4) == 4  # so that both executors get tasks
     with crew.topology("enrich", listeners=[pool(), cache(), Journal(str(tmp_path))]) as topology:
         assert trace.get_current_span().get_span_context().is_valid
         operator = topology.coordinate("echo", Echo)
