@@ -85,17 +85,22 @@ def test_a_failing_report_ends_the_progress_only(caplog):
 
 
 def test_stop_does_not_wait_for_a_report_that_never_arrives(monkeypatch):
-    """The end of a topology waits for the last update for a limited time only."""
+    """The end of a topology waits for the last update for a limited time only. A later report is not shown."""
     monkeypatch.setattr(progress, "_LAST_UPDATE", 0.05)
     arrives = threading.Event()
+    view = Recorded()
 
     def wait():
         arrives.wait(10)
+        return TOPOLOGY
 
-    shown = Progress(wait, Recorded())
+    shown = Progress(wait, view)
+    shown.stop()
+    assert view.ended == 1
     shown.stop()
     arrives.set()
     eventually(lambda: not live_threads())
+    assert (view.shown, view.ended) == ([], 1)
 
 
 def test_nested_topologies_share_one_terminal(capsys):

@@ -137,13 +137,25 @@ class Progress:
         self._report = report
         self._view = view or current_view()
         self._ended = threading.Event()
+        #: Whether the view has ended.
+        self._is_over = False
         self._thread = threading.Thread(target=self._run, name="stagecrew-progress", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Shows the last report, and ends. Waits for at most two seconds. A second call has no effect."""
+        """Shows the last report, and ends. Waits for at most two seconds. A second call has no effect.
+
+        A report that arrives later is not shown.
+        """
         self._ended.set()
         self._thread.join(_LAST_UPDATE)
+        if self._thread.is_alive() and not self._is_over:
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        with contextlib.suppress(Exception):
+            self._view.end(self)
 
     def _run(self) -> None:
         try:
@@ -154,9 +166,9 @@ class Progress:
         except Exception as error:
             _log.warning("the progress of a topology is no longer shown: %s", error)
         finally:
-            with contextlib.suppress(Exception):
-                self._view.end(self)
+            if not self._is_over:
+                self._end()
 
     def _show(self) -> None:
-        if (report := self._report()) is not None:
+        if (report := self._report()) is not None and not self._is_over:
             self._view.show(self, progress_rows(report))

@@ -1,7 +1,8 @@
-// Updates a page of the tab while the application runs: it requests the page again, and replaces the page's content.
-// The content's attribute data-stagecrew-period says how often, in milliseconds. A hidden page is not updated.
+// Updates a page of the tab while the application runs: twice a second, it requests the page again, and replaces the page's
+// content. A page that the driver needs long to write is requested less often. A hidden page is not updated.
 (function () {
   "use strict";
+  const PERIOD = 500; // milliseconds
   const content = () => document.getElementById("stagecrew-content");
 
   // A reader who selects text, or fills in a field, keeps the current content.
@@ -19,19 +20,19 @@
     const links = () => Array.from(content().querySelectorAll("a"));
     const focused = links().indexOf(document.activeElement);
     if (fresh.innerHTML !== content().innerHTML) content().replaceChildren(...fresh.childNodes);
-    content().dataset.stagecrewPeriod = fresh.dataset.stagecrewPeriod;
     content().dataset.stagecrewUpdates = String(Number(content().dataset.stagecrewUpdates || 0) + 1);
     if (focused >= 0 && links()[focused]) links()[focused].focus({ preventScroll: true });
   }
 
   async function update() {
-    let pause = Number(content().dataset.stagecrewPeriod);
+    let pause = PERIOD;
     if (!document.hidden) {
+      const began = performance.now();
       try {
         const response = await fetch(location.href, { credentials: "same-origin", cache: "no-store" });
         if (response.ok) replace(await response.text());
         else pause *= 10;
-        pause = Math.max(pause, Number(content().dataset.stagecrewPeriod));
+        pause = Math.max(pause, 10 * (performance.now() - began));
       } catch (error) { // the application has ended, or the network is down
         pause *= 10;
       }
@@ -39,5 +40,5 @@
     setTimeout(update, pause);
   }
 
-  if (content() !== null) setTimeout(update, Number(content().dataset.stagecrewPeriod));
+  if (content() !== null) setTimeout(update, PERIOD);
 })();

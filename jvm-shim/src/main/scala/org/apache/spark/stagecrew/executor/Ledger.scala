@@ -128,10 +128,10 @@ final case class ExecutorReport(
 final class Ledger(clock: () => Long = () => System.currentTimeMillis(), timelines: Boolean = true) {
   /** The samples of the executor's Python processes, if sampling is on. */
   @volatile var samples = Option.empty[SampleLog]
-  /** Called with the kind and the duration of each span, in microseconds, for the metrics of the executor. */
   /** Returns the running hooks, for reports. */
   @volatile var runningHooks: () => Vector[RunningHook] = () => Vector.empty
   private var reportedHooks = Vector.empty[RunningHook] // those of the last report; the driver may not have it
+  /** Called with the kind and the duration of each span, in microseconds, for the metrics of the executor. */
   @volatile var onDuration: (String, Long) => Unit = (_, _) => ()
   private val topologies = mutable.LinkedHashMap.empty[String, ExecutorCounts]
   private val spans = mutable.HashMap.empty[String, SpanLog]

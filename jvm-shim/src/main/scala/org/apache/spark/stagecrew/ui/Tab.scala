@@ -27,11 +27,6 @@ private[stagecrew] final case class PageModel(
   /** The running tasks of a topology. */
   def running(topology: TopologyView): Vector[Span] = snapshot.running.getOrElse(topology.id, Vector.empty)
 
-  /** How often a page is updated, in milliseconds: every second while something runs. */
-  def period: Int =
-    if (snapshot.running.nonEmpty || snapshot.topologies.exists(t => t.kind != DriverCrew.ApplicationKind &&
-      t.state != "closed")) 1000 else 5000
-
   /** The topology with this id or link key. */
   def find(key: String): Option[TopologyView] = snapshot.topologies.find(t => t.id == key || Tab.key(t.id) == key)
 }
@@ -71,7 +66,7 @@ private[stagecrew] object Tab {
   /** The content of a page, which the script updates. In the History Server nothing changes. */
   private def live(model: PageModel, request: PageRequest, content: Seq[Node]): Seq[Node] =
     if (model.history) content
-    else <div id="stagecrew-content" data-stagecrew-period={model.period.toString}>{content}</div> ++
+    else <div id="stagecrew-content">{content}</div> ++
       <script src={s"${request.root}/$Static/live.js"} defer="defer"></script>
 
   private lazy val script: Array[Byte] =
