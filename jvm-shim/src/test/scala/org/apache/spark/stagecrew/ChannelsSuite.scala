@@ -68,13 +68,15 @@ class ChannelsSuite extends AnyFunSuite {
 
   private def withServer(
       kind: String, timeoutMs: Long = TimeoutMs,
-      newThread: (String, Runnable) => Thread = ExecutorCrew.daemon(_).newThread(_))(body: Server => Any): Unit = {
+      newThread: (String, Runnable) => Thread = ExecutorCrew.daemon(_).newThread(_),
+      warnings: LimitedWarnings = new LimitedWarnings)(body: Server => Any): Unit = {
     val folder = Files.createTempDirectory("channels",
       PosixFilePermissions.asFileAttribute(PosixFilePermissions.fromString("rwx------")))
     val settings = new Settings(new SparkConf(false).set(Settings.Channel, kind)
       .set(Settings.ChannelTimeout, s"${timeoutMs}ms").set(Settings.MaxFrame, "64k"))
     val echo = new Echo
-    val channels = new Channels(() => folder.toFile, settings, "1.0", "executor 1", () => "welcome", echo, newThread)
+    val channels = new Channels(
+      () => folder.toFile, settings, "1.0", "executor 1", () => "welcome", echo, newThread, warnings)
     try body(new Server(channels, echo, kind)) finally channels.close()
     assert(!Files.exists(folder))
     eventually(assert(echo.connections.get == echo.ends.get))
@@ -402,7 +404,32 @@ class ChannelsSuite extends AnyFunSuite {
     assert(server.echo.frames.asScala.toSeq.tail == Seq("END", "BEGIN", "END", "BEGIN"))
   }
 
-  test("2,000 bad connections produce at most 20 warnings, and a later one says how many were left out") {
+  Seq("unix", "tcp").foreach { kind =>
+    test(s"2,000 bad connections to a server produce at most 20 warnings, and a known link is served ($kind)") {
+      val lines = new ConcurrentLinkedQueue[String]()
+      withServer(kind, ShortMs, warnings = new LimitedWarnings(log = line => { lines.add(line); () })) { server =>
+        val good = server.known()
+        val silent = (1 to 2000).flatMap { n =>
+          val bad = server.client()
+          val stays = n % 4 == 0
+          try n % 4 match {
+            case 0 => ()
+            case 1 => bad.send(bad.connect.take(10)); bad.close()
+            case 2 => bad.send("GET / HTTP/1.1\r\n\r\n".getBytes); bad.close()
+            case _ => bad.close()
+          } catch { case _: IOException => () } // the server has closed it
+          if (n % 100 == 0) assert(good.served(n.toLong))
+          Option.when(stays)(bad)
+        }
+        silent.foreach(bad => assert(bad.refused()))
+        assert(server.echo.connections.get == 1)
+        server.stillServes(good)
+      }
+      assert(!lines.isEmpty && lines.size <= 20)
+    }
+  }
+
+  test("a warning in a later minute says how many were left out") {
     var now = 1L
     val lines = scala.collection.mutable.Buffer.empty[String]
     val warnings = new LimitedWarnings(() => now, lines += _)

@@ -56,6 +56,24 @@ class RunningTasksSuite extends AnyFunSuite {
     assert(ids(tasks, "a") == Seq(2))
   }
 
+  Seq("" -> 1000, "a" -> 4000).foreach { case (topology, bound) =>
+    test(s"the start and the end of a task of topology '$topology' take less than $bound ns on Spark's listener bus") {
+      val tasks = new RunningTasks
+      tasks.onStageSubmitted(submitted(3, topology))
+      val starts = (0L until 1000L).map(id => SparkListenerTaskStart(3, 0, task(id, "1")))
+      val ends = (0L until 1000L).map(id => SparkListenerTaskEnd(3, 0, "", null, task(id, "1"), null, null))
+      val rounds = (0 until 300).map { _ =>
+        val began = System.nanoTime()
+        starts.foreach(tasks.onTaskStart)
+        ends.foreach(tasks.onTaskEnd)
+        (System.nanoTime() - began) / 1000
+      }
+      val median = rounds.drop(100).sorted.apply(100) // the first rounds compile the code
+      info(s"$median ns for each task")
+      assert(median < bound)
+    }
+  }
+
   test("at most a limited number of tasks is listed") {
     val tasks = new RunningTasks(2)
     tasks.onStageSubmitted(submitted(3, "a"))

@@ -55,7 +55,8 @@ trait LinkHandler {
  * event log in local mode.
  */
 final class Channels(newFolder: () => File, settings: Settings, version: String, owner: String, welcome: () => String,
-    handler: LinkHandler, newThread: (String, Runnable) => Thread = ExecutorCrew.daemon(_).newThread(_)) {
+    handler: LinkHandler, newThread: (String, Runnable) => Thread = ExecutorCrew.daemon(_).newThread(_),
+    warnings: LimitedWarnings = new LimitedWarnings) {
   import Channels._
 
   private val token: String = Handshake.random(32).map(b => f"${b & 0xff}%02x").mkString
@@ -64,7 +65,6 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
   /** The strangers, oldest first. If there are too many, the oldest is closed. Guarded by itself. */
   private val strangers = new Bounded[Long, LinkChannel](MaxStrangers)((_, connection) => connection.close())
   private val deadlines = Executors.newSingleThreadScheduledExecutor(ExecutorCrew.daemon("stagecrew-deadlines"))
-  private val warnings = new LimitedWarnings
   @volatile private var closed = false
 
   /** The address file, which says where Python processes connect. */
