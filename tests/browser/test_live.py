@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from support.sessions import Sessions
+from support.sessions import LOCAL_CLUSTER, Sessions
 from support.spark_versions import SENDS_SECURITY_POLICY
 from support.waiting import eventually
 from support.web_pages import table_rows
@@ -99,6 +100,65 @@ def test_a_new_topology_appears_in_the_overview(spark: SparkSession, base: str, 
             states = {row["Id"]: row["State"] for row in table_rows(page, "stagecrew-topologies")}
             assert states[second.id] == "active"
             assert page.evaluate("document.activeElement.textContent") == "Python processes"
+
+
+def test_an_idle_page_shows_new_work_within_two_seconds(spark: SparkSession, base: str, page: Page) -> None:
+    """A page that was opened while nothing ran is updated as often as any other."""
+    page.goto(f"{base}/stagecrew/")
+    content = page.locator("#stagecrew-content")
+    expect(page.locator("#stagecrew-content[data-stagecrew-updates='3']")).to_be_attached(timeout=10000)
+    with stagecrew.crew(spark).topology("after a pause") as topology:
+        expect(content).to_contain_text(topology.id, timeout=SHOWN_WITHIN_MS)
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """A reverse proxy that serves the Spark UI under /gateway, and says so in the header that Spark reads."""
+
+    target: str
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/gateway/"):
+            self.send_error(404)
+            return
+        request = urllib.request.Request(
+            self.target + self.path.removeprefix("/gateway"), headers={"X-Forwarded-Context": "/gateway"}
+        )
+        with urllib.request.urlopen(request) as response:
+            self.send_response(response.status)
+            for name in ("Content-Type", "Content-Security-Policy"):
+                if (value := response.headers[name]) is not None:
+                    self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(response.read())
+
+    def log_request(self, *args: object) -> None:
+        pass
+
+
+class ProxyServer(ThreadingHTTPServer):
+    request_queue_size = 64  # the browser opens several connections at once
+
+
+def test_the_page_is_updated_and_its_links_work_through_a_reverse_proxy(
+    spark: SparkSession, base: str, page: Page
+) -> None:
+    """Script, updates and links keep the proxy's prefix."""
+    handler = type("handler", (Proxy,), {"target": base})
+    with ProxyServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            prefix = f"http://127.0.0.1:{server.server_port}/gateway"
+            page.goto(f"{prefix}/stagecrew/")
+            with stagecrew.crew(spark).topology("behind a proxy") as topology:
+                expect(page.locator("#stagecrew-content")).to_contain_text(topology.id, timeout=SHOWN_WITHIN_MS)
+                page.locator("#stagecrew-topologies").get_by_role("link", name="behind a proxy").click()
+                expect(page.locator("#stagecrew-content")).to_contain_text("State: active")
+            assert page.url.startswith(f"{prefix}/stagecrew/topology/?id=")
+            page.get_by_role("link", name="Python processes").click()
+            expect(page.get_by_role("heading", name="Python processes (")).to_be_visible()
+            page.goto("about:blank")  # so that the page requests nothing more
+        finally:
+            server.shutdown()
 
 
 def test_selected_text_is_not_replaced(spark: SparkSession, base: str, page: Page) -> None:
@@ -212,3 +272,28 @@ def test_a_process_shows_its_topology_and_its_task(
         page.screenshot(path=tmp_path / "processes.png", full_page=True)
         release()
         thread.join(30)
+
+
+@pytest.mark.long
+def test_a_running_open_of_an_executor_appears_within_two_seconds(
+    sessions: Sessions, page: Page, tmp_path: Path
+) -> None:
+    """The executor reports it, and the page shows it. Both wait for their next turn."""
+    sessions.stop()
+    spark = sessions.get(LOCAL_CLUSTER, **{"spark.ui.enabled": "true", "spark.ui.port": "0"})
+    url = f"http://127.0.0.1:{urlsplit(spark.sparkContext.uiWebUrl).port}/stagecrew/topology/"
+    for number in range(5):  # at five different moments of both periods
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with stagecrew.crew(spark).topology("opening", listeners=[slow(str(folder))]) as topology:
+            page.goto(f"{url}?id={topology.id}")
+            job = topology.wrap(lambda: spark.sparkContext.parallelize([1], 1).map(lambda row: row).count())
+            thread = threading.Thread(target=job, daemon=True)
+            thread.start()
+            eventually((folder / "opening").exists, 30)
+            bar = page.locator("rect.stagecrew-open", has_text="open slow on")
+            expect(bar).to_be_attached(timeout=SHOWN_WITHIN_MS)
+            (folder / "opens").touch()
+            thread.join(30)
+    page.goto("about:blank")  # so that the page requests nothing more
+    sessions.stop()

@@ -32,7 +32,7 @@
         const response = await fetch(location.href, { credentials: "same-origin", cache: "no-store" });
         if (response.ok) replace(await response.text());
         else pause *= 10;
-        pause = Math.max(pause, 10 * (performance.now() - began));
+        pause = Math.max(pause, 3 * (performance.now() - began));
       } catch (error) { // the application has ended, or the network is down
         pause *= 10;
       }
