@@ -31,6 +31,7 @@ from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
+NOWHERE = "http://127.0.0.1:1"
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -45,9 +46,10 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
 
 @pytest.fixture
 def spark(sessions: Sessions, collector: Receiver) -> Iterator[SparkSession]:
-    """A traced session on two executors."""
+    """A traced session on two executors, which do not know the collector's address."""
     sessions.stop()
-    yield sessions.get(LOCAL_CLUSTER, **{"spark.stagecrew.tracing": "true", "spark.app.name": "traced"})
+    conf = {"spark.stagecrew.tracing": "true", "spark.app.name": "traced"}
+    yield sessions.get(LOCAL_CLUSTER, **conf, **{"spark.executorEnv.OTEL_EXPORTER_OTLP_ENDPOINT": NOWHERE})
     sessions.stop()
 
 
@@ -64,13 +66,16 @@ def cache(context: stagecrew.ListenerContext) -> Iterator[str | None]:
 
 
 class Journal(stagecrew.Listener):
-    """Writes the trace context of each task to a file."""
+    """Writes the trace context of each task to a file, and what a worker has of OpenTelemetry."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     def decorate(self, task: stagecrew.Task) -> Any:
         Path(self.folder, str(task.attempt)).write_text(str(task.traceparent))
+        modules = [name for name in sys.modules if name.partition(".")[0] == "opentelemetry"]
+        found = {"modules": modules, "endpoint": os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"]}
+        Path(self.folder, f"worker-{os.getpid()}").write_text(json.dumps(found))
         return super().decorate(task)
 
 
@@ -145,6 +150,9 @@ def test_every_span_arrives_with_its_parent(spark: SparkSession, collector: Rece
     (killed,) = (task for task in tasks.values() if task.outcome != "ok")
     assert (killed.outcome, killed.attributes["stagecrew.partition"]) == ("failed", 1)
     assert "Python worker exited unexpectedly" in killed.error
+
+    workers = [json.loads(path.read_text()) for path in tmp_path.glob("worker-*")]
+    assert workers == [{"modules": [], "endpoint": NOWHERE}] * len(workers) != []
 
     requests = collector.named("request echo")
     assert sorted(span.outcome for span in requests) == ["lost", *["ok"] * 5]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 import stagecrew
+from stagecrew.operators.sinks import ParquetSink
 from support.sessions import Sessions
 
 
@@ -54,6 +56,8 @@ def test_a_description_of_the_user_is_never_changed(spark: SparkSession) -> None
         assert described(spark) == "inside"
     finally:
         context.setLocalProperty("spark.job.description", None)
+    with crew.topology("day"):  # the user has removed the description
+        assert described(spark) == "topology day"
 
 
 def test_a_wrapped_function_describes_its_jobs(spark: SparkSession) -> None:
@@ -70,3 +74,37 @@ def test_a_wrapped_function_describes_its_jobs(spark: SparkSession) -> None:
         thread.start()
         thread.join(60)
     assert found == ["topology threads", None]
+
+
+def descriptions(spark: SparkSession) -> set[str | None]:
+    """The descriptions of the jobs that have run in the group of this thread."""
+    context = spark.sparkContext
+    store = context._jsc.sc().statusStore()
+    group = context.getLocalProperty("spark.jobGroup.id")
+    found = [store.job(job).description() for job in context.statusTracker().getJobIdsForGroup(group)]
+    return {one.get() if one.isDefined() else None for one in found}
+
+
+def test_the_job_of_a_commit_names_the_operator(spark: SparkSession, tmp_path: Path) -> None:
+    """During the commit, the description names the topology and the operator. Afterwards, it names the topology."""
+    spark.sparkContext.setLocalProperty("spark.jobGroup.id", "commit")
+    with stagecrew.crew(spark).topology("day") as topology:
+        topology.commit(spark.range(3), ParquetSink(str(tmp_path / "rows")), name="nightly")
+        assert descriptions(spark) == {"topology day: nightly"}
+        assert described(spark) == "topology day"
+
+
+def test_sparks_description_of_a_micro_batch_is_kept(spark: SparkSession, tmp_path: Path) -> None:
+    """Spark describes the jobs of a streaming query by its batch. The query's topology changes nothing."""
+    found = []
+
+    def handle(rows: DataFrame, batch: int) -> None:
+        rows.count()
+        found.extend(descriptions(rows.sparkSession))
+
+    with stagecrew.crew(spark).topology("stream"):
+        source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 2).load()
+        query = source.writeStream.trigger(once=True).foreachBatch(handle)
+        query.option("checkpointLocation", str(tmp_path)).start().awaitTermination()
+    assert found
+    assert all("batch = 0" in description for description in found)

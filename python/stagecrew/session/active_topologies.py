@@ -64,8 +64,9 @@ class _ThreadState(threading.local):
         #: this id, or None.
         self.inherited_property: str | None = None
         self.inherited: TopologyNode | None = None
-        #: The description of Spark's jobs that stagecrew has set for this thread.
+        #: The description of Spark's jobs that stagecrew has set for this thread, and the operator that it names.
         self.description: str | None = None
+        self.operator: str | None = None
         #: The ids of topologies with listeners that ended in this thread.
         self.ended_here: list[str] = []
 
@@ -161,6 +162,19 @@ class ActiveTopologies:
                 return
         self._remove_ended()
 
+    @contextlib.contextmanager
+    def describing(self, operator: str) -> Iterator[None]:
+        """While it is open, the descriptions of this thread's jobs name the operator that runs them."""
+        mine = self._thread
+        outer, mine.operator = mine.operator, operator
+        self._describe_jobs()
+        try:
+            yield
+        finally:
+            mine.operator = outer
+            if self._connection.running:
+                self._describe_jobs()
+
     def _remove_ended(self, *left: TopologyNode) -> None:
         """Removes the property and tags of topologies that this thread left, and of those that ended in any thread."""
         mine, context = self._thread, self._connection.context
@@ -182,10 +196,14 @@ class ActiveTopologies:
         self._describe_jobs()
 
     def _describe_jobs(self) -> None:
-        """Describes the jobs of this thread by its innermost topology, unless the user or Spark has described them."""
+        """Describes the jobs of this thread by its innermost topology and the operator that runs them.
+
+        Does nothing if the user or Spark has described them.
+        """
         mine, context = self._thread, self._connection.context
-        if context.getLocalProperty(_DESCRIPTION) == mine.description:
-            mine.description = f"topology {mine.entered[-1].name}" if mine.entered else None
+        if context.getLocalProperty(_DESCRIPTION) in (None, mine.description):
+            operator = f": {mine.operator}" if mine.operator is not None else ""
+            mine.description = f"topology {mine.entered[-1].name}{operator}" if mine.entered else None
             context.setLocalProperty(_DESCRIPTION, mine.description)  # type: ignore[arg-type]
 
     def _outer_property(self) -> str | None:

@@ -86,8 +86,7 @@ class Topology(TopologyOperators):
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"the name of a topology must be a text that is not empty, not {name!r}")
         id_ = f"{name.replace(' ', '-').replace(',', '-')}-{uuid.uuid4().hex[:12]}"
-        super().__init__(connection, name, id_, bool(listeners), commit_log)
-        self._topologies = topologies
+        super().__init__(connection, topologies, name, id_, bool(listeners), commit_log)
         self.release = release
         self._listeners, self._jvm_listeners = tuple(listeners), tuple(jvm_listeners)
         self._failure_raised = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from stagecrew.coordination.operators import COMMIT, Operators
 from stagecrew.errors import OperatorMisused, TopologyError
 from stagecrew.observability.error_summary import error_text
-from stagecrew.session.active_topologies import TopologyNode
+from stagecrew.session.active_topologies import ActiveTopologies, TopologyNode
 from stagecrew.session.running_job import running_job
 
 if TYPE_CHECKING:
@@ -42,10 +42,16 @@ class TopologyOperators(TopologyNode):
     """The methods of `Topology` that create operators, and take and restore checkpoints of their coordinators."""
 
     def __init__(
-        self, connection: PluginConnection, name: str, id_: str, has_listeners: bool, commit_log: CommitLog
+        self,
+        connection: PluginConnection,
+        topologies: ActiveTopologies,
+        name: str,
+        id_: str,
+        has_listeners: bool,
+        commit_log: CommitLog,
     ) -> None:
         super().__init__(name, id_, has_listeners)
-        self._connection = connection
+        self._connection, self._topologies = connection, topologies
         #: The commit log for commits without a `commit_log` argument.
         self._commit_log = commit_log
         self.operators = Operators(self, lambda: connection.close_timeout)
@@ -248,17 +254,18 @@ class TopologyOperators(TopologyNode):
             raise OperatorMisused(f"commit_id must be a text, not {type(id_).__name__}: pass str(...)")
         if not id_ or len(id_) > 200:
             raise OperatorMisused(f"commit_id has {len(id_)} characters; use 1 to 200 characters")
-        return commit_dataset(
-            self,
-            dataset,
-            sink,
-            name,
-            id_,
-            self._commit_log if commit_log is None else commit_log_of(commit_log),
-            self._connection.close_timeout,
-            content,
-            None if job is None else (job.id, job.attempt),
-        )
+        with self._topologies.describing(name):
+            return commit_dataset(
+                self,
+                dataset,
+                sink,
+                name,
+                id_,
+                self._commit_log if commit_log is None else commit_log_of(commit_log),
+                self._connection.close_timeout,
+                content,
+                None if job is None else (job.id, job.attempt),
+            )
 
     def align(self, name: str, drift: Any, idle_after: float | None = None) -> Alignment:
         """Aligns tasks in event time: a source that is ahead of the slowest one by more than `drift` waits.
