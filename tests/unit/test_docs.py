@@ -192,6 +192,13 @@ def test_each_line_of_the_table_of_versions_names_a_test_that_runs_with_each_ver
         assert cells == ["yes"] * len(header[2:])
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "guide").glob("*.md")), ids=lambda page: page.name)
+def test_a_guide_ends_with_a_table_of_failures(page):
+    """Except for the page about tests: readers look there for what happens if something fails."""
+    *_, last = re.split("^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert page.stem == "testing" or re.match(r"Failures\n[^#]*^\| ---", last, re.MULTILINE)
+
+
 def test_the_first_command_installs_the_wheel_of_this_version():
     """README, site and install page begin with the command that installs the wheel."""
     wheel = f'pip install "dist/stagecrew-{stagecrew.__version__}-py3-none-any.whl[spark]"'
