@@ -110,8 +110,7 @@ $(STAMPS)/hadoop: $(JAR) build.sbt project/build.properties
 test-spark: setup $(STAMPS)/classes $(STAMPS)/hadoop ## run the tests with real Spark
 	@rm -rf build/spark-home/*/work  # local-cluster leaves the folders of its executors here
 	$(BIN)/pytest -q tests -m "not long and not wheel" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/pytest -q tests/spark/test_hidden_proc.py tests/spark/test_smoke.py -m "contract and not long" \
-	  -k "not standalone" --hide-proc
+	$(BIN)/pytest -q tests/spark/test_hidden_proc.py tests/spark/test_smoke.py -m matrix --hide-proc
 
 test: setup ## run every test except the long seeded runs: under 20 minutes
 	$(MAKE) -j 2 --output-sync=target test-unit-and-docs test-jvm $(STAMPS)/classes
@@ -127,7 +126,7 @@ test-matrix: wheel $(OTHER_SPARKS:%=$(STAMPS)/classes-%) $(STAMPS)/hadoop ## tes
 	$(BIN)/pytest -q tests/packaging -m wheel -n 2 --dist loadfile
 	for spark in $(OTHER_SPARKS); do \
 	  echo "Spark $$spark" && build/spark-$$spark/bin/python -m pytest -q tests -n 2 --dist loadfile \
-	    --no-loadscope-reorder $(if $(FULL),-m "not long and not wheel",-m "contract and not long" -k "not standalone") || exit 1; \
+	    --no-loadscope-reorder $(if $(FULL),-m "matrix or not (long or wheel)",-m matrix) || exit 1; \
 	done
 
 # An environment with the oldest version of each requirement that pyproject.toml allows.
@@ -141,8 +140,7 @@ $(STAMPS)/lowest: pyproject.toml $(STAMPS)/jar-$(lastword $(OTHER_SPARKS))
 
 test-lowest: $(STAMPS)/lowest $(STAMPS)/hadoop ## run the unit tests and the contract tests with the oldest requirements that pyproject.toml allows
 	build/spark-lowest/bin/python -m pytest -q tests/unit -m "not long" -n 2 --dist loadfile
-	build/spark-lowest/bin/python -m pytest -q tests -m "contract and not long" -k "not standalone" -n 2 \
-	  --dist loadfile --no-loadscope-reorder
+	build/spark-lowest/bin/python -m pytest -q tests -m matrix -n 2 --dist loadfile --no-loadscope-reorder
 
 $(STAMPS)/pyright: pyproject.toml $(STAMPS)/venv
 	test -x build/pyright/bin/python || $(PYTHON) -m venv build/pyright

@@ -63,12 +63,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ModuleAndMas
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Marks `long_on_clusters` tests as long if their master is a cluster. Long tests get a timeout of half an hour."""
+    """Marks `long_on_clusters` tests as long if their master is a cluster. Long tests get a timeout of half an hour.
+
+    Of each contract test, marks the cases that `make test-matrix` runs: those of `make test`, except on the standalone
+    cluster. If there is none, those on local-cluster.
+    """
+    contract: dict[str, list[pytest.Function]] = {}
     for item in items:
         if item.get_closest_marker("long_on_clusters") and not item.callspec.params["master"].startswith("local["):
             item.add_marker(pytest.mark.long)
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1800))
+        if item.get_closest_marker("contract") and "standalone" not in item.nodeid:
+            contract.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in contract.values():
+        short = [case for case in cases if not case.get_closest_marker("long")]
+        for case in short or [case for case in cases if "local-cluster" in case.nodeid]:
+            case.add_marker(pytest.mark.matrix)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -156,7 +156,7 @@ def test_the_newest_supported_python_runs_unit_tests_and_contract_tests(debian: 
     assert debian.run("python3 --version").stdout.startswith(f"Python {NEWEST_PYTHON[0]}.")
     for command in (
         "make test-unit build/.stamps/classes build/.stamps/hadoop",
-        '.venv/bin/pytest -q tests -m "contract and not long" -k "not standalone" -n 2 --dist loadfile',
+        ".venv/bin/pytest -q tests -m matrix -n 2 --dist loadfile",
     ):
         done = debian.run(command)
         print(done.stdout[-20000:], done.stderr[-20000:])

@@ -183,8 +183,8 @@ def bare_python(tmp_path_factory) -> str:
     "master_name",
     [
         pytest.param("local[2]", marks=pytest.mark.long),
-        pytest.param(LOCAL_CLUSTER, marks=pytest.mark.long),
-        "standalone",
+        LOCAL_CLUSTER,  # `make test-matrix` runs it, and no test with standalone
+        pytest.param("standalone", marks=pytest.mark.long),
     ],
 )
 def test_executors_need_only_pyspark(bare_python, journal, master_name, request, sessions):

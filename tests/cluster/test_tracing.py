@@ -66,7 +66,7 @@ def cache(context: stagecrew.ListenerContext) -> Iterator[str | None]:
 
 
 class Journal(stagecrew.Listener):
-    """Writes the trace context of each task to a file, and what a worker has of OpenTelemetry."""
+    """Writes the trace context of each task to a file, and which modules of OpenTelemetry a worker has imported."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder

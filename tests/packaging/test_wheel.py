@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,30 @@ def test_listeners_can_be_added_with_spark_submit(installed: Installed) -> None:
     assert "audit" in done.stdout + done.stderr
 
 
+def test_the_jar_for_another_minor_version_refuses_to_start(installed: Installed) -> None:
+    """The jar for the next minor version, or the previous one, is refused with both versions, before any task runs."""
+    at = SPARK_LINES.index(installed.line)
+    installed.run("stagecrew", "examples", "plain_job")
+    for other in {SPARK_LINES[max(at - 1, 0)], SPARK_LINES[min(at + 1, len(SPARK_LINES) - 1)]} - {installed.line}:
+        jar = installed.run("stagecrew", "jar", "--spark", other).stdout.strip()
+        assert f"stagecrew-spark-{other}_" in jar
+        done = installed.run(
+            "spark-submit", "--master", "local[1]", "--jars", jar, "--conf", "spark.plugins=stagecrew.StagecrewPlugin",
+            "plain_job.py", code=1,
+        )  # fmt: skip
+        assert f"this jar of stagecrew is built for Spark {other}, but this is Spark {installed.line}." in done.stderr
+        assert "sum:" not in done.stdout
+
+
+def test_the_recipes_that_need_no_server_run(installed: Installed) -> None:
+    """A model per worker, skewed files and an iteration, as a reader runs them."""
+    pages = ("model-per-worker", "skewed-files", "iteration")
+    installed.copy("tests/support/docs_blocks.py", *(f"docs/recipes/{page}.md" for page in pages))
+    done = installed.run("python", "-P", "docs_blocks.py", *(f"{page}.md" for page in pages))
+    outcomes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"file": ')]
+    assert [outcome["problem"] for outcome in outcomes] == [None] * len(pages)
+
+
 def test_the_doctor_finds_nothing_wrong(installed: Installed) -> None:
     """Every check passes, and the doctor names the jars of all supported versions."""
     checks = json.loads(installed.run("stagecrew", "doctor", "--json").stdout)["checks"]
@@ -80,6 +105,11 @@ def test_wheel_and_sdist_contain_the_same_files() -> None:
         wheel = {name: archive.read(name) for name in archive.namelist()}
         notices = [name for name in wheel if name.endswith(("/licenses/LICENSE", "/licenses/NOTICE"))]
     assert len(notices) == 2
+    assert artifact("*.whl").stat().st_size < 8_000_000
+    (metadata,) = (content.decode() for name, content in wheel.items() if name.endswith(".dist-info/METADATA"))
+    assert "Project-URL" not in metadata, "the project has no address yet"
+    targets = re.findall(r"\]\(([^)]+)\)", metadata)
+    assert [one for one in targets if not one.startswith(("https://", "#"))] == []
     package = {name: content for name, content in wheel.items() if name.startswith("stagecrew/")}
     assert jars <= package.keys()
     with tarfile.open(artifact("*.tar.gz")) as archive:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -97,26 +98,32 @@ def test_there_is_a_compatibility_file_for_each_supported_version(jar_build: Mod
 
 @pytest.mark.slow
 def test_pip_names_the_missing_part_before_it_downloads_anything(tmp_path: Path) -> None:
-    """Without PySpark or a JDK, a build from the sources ends with one sentence. pip has no access to an index here."""
+    """Without PySpark or a JDK, a build from the sources ends with one sentence, after at most five seconds of CPU time.
+
+    pip has no access to an index here.
+    """
     sources, environment = tmp_path / "sources", tmp_path / "environment"
     copy_checkout(sources)
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
 
     def pip(**variables: str) -> str:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [environment / "bin/python", "-m", "pip", "install", "--no-index", "--no-deps", str(sources)],
             env={key: value for key, value in os.environ.items() if key != "SPARK_HOME"} | variables,
             capture_output=True, text=True,
         )  # fmt: skip
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
         assert done.returncode != 0
         return done.stdout + done.stderr
 
-    assert "first install the PySpark that will run it" in pip()
+    assert pip().count("first install the PySpark that will run it") == 1
     spark = tmp_path / "spark"
     (spark / "jars").mkdir(parents=True)
     (spark / "jars" / f"spark-core_2.13-{SPARK_LINES[0]}.0.jar").touch()
     without_jdk = pip(SPARK_HOME=str(spark), JAVA_HOME="/nowhere")
-    assert "needs a JDK 17 or newer" in without_jdk
+    assert without_jdk.count("needs a JDK 17 or newer") == 1
     assert "JAVA_HOME=/nowhere has no java and javac" in without_jdk
     assert "Traceback" not in without_jdk
     assert "hatchling" in pip(SPARK_HOME=str(spark)), "with both, pip looks for hatchling"
