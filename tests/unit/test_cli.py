@@ -183,6 +183,36 @@ def test_doctor_without_spark_prints_json(jar, tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
+def test_doctor_prints_each_check_when_it_is_done(capsys, monkeypatch):
+    """A check that takes long does not delay the lines of those before it."""
+    printed = []
+
+    def examine(master):
+        yield doctor.Check("Java", "ok", "17")
+        printed.append(capsys.readouterr().out)
+        yield doctor.Check("Jar", "ok", "4.3")
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert cli.main(["doctor"], standalone_mode=False) == 0
+    assert "Java" in printed[0]
+
+
+def test_a_report_in_a_pipe_is_not_cut(monkeypatch):
+    """Each topology has one line, whatever the length of its name."""
+    name = "a-long-name-" * 20
+    topology = {
+        "name": name, "id": name + "1", "kind": "topology", "state": "closed", "started": 1, "ended": 2, "jobs": 3,
+        "askedBy": [], "forgottenExecutors": 0, "unclosed": [], "executors": {}, "operators": [],
+    }  # fmt: skip
+    data = {
+        "application": {"name": "app", "id": "app-1", "spark": "4.3.0", "started": 1, "ended": 2},
+        "notes": [], "topologies": [topology], "recovery": None, "processes": [],
+    }  # fmt: skip
+    monkeypatch.setattr("stagecrew.observability.event_log.read_event_log", lambda log: data)
+    result = stagecrew_command("report", "log")
+    assert any(name in line and f"{name}1" in line for line in result.stdout.splitlines()), result.output
+
+
 def test_a_failed_check_of_doctor_shows_a_remedy(jar, tmp_path, monkeypatch):
     """If a check of `doctor` fails, the output says what to do, the exit code is 1, and Spark is not started."""
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))

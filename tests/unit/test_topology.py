@@ -383,6 +383,10 @@ def test_after_the_session_has_stopped(crew):
     new, a = topology(crew, "new"), topology(crew, "a").start()
     wrapped = a.wrap(print)
     assert repr(crew) == "<crew 'nightly': app-1, active: a>"
+    assert "nightly" in crew._repr_html_()
+    assert {name for one in (crew, a) for name in dir(one) if name.startswith("_")} == set()
+    assert {"topology", "reports", "close_all"} <= set(dir(crew))
+    assert {"id", "name", "splits", "commit", "report"} <= set(dir(a))
     crew.context._jsc = None
     assert repr(crew) == "<crew 'nightly': stopped>"
     assert "not begun: use it in a `with` statement" in str(raised_by(lambda: new.report))

@@ -52,6 +52,7 @@ class HttpSuite extends AnyFunSuite {
         assert(!get(path, Some("mallory"), "GET").body.contains("listener 0"))
         assert(get(path, Some("alice"), "GET").statusCode == 200, path)
       }
+      assert(get("static/live.js", Some("mallory"), "GET").statusCode == 403)
     }
   }
 

@@ -27,11 +27,14 @@ class TabSuite extends AnyFunSuite {
     assert(listed.head(5) == "1.0 min" && listed.last(5) == "30 s")
   }
 
-  test("a page of a running application is updated by a script, often while something runs") {
-    def period(views: TopologyView*): String =
-      (overview(views: _*) \\ "div").find(_ \@ "id" == "stagecrew-content").get \@ "data-stagecrew-period"
-    assert((period(application), period(application, topology("a")), period(topology("a", state = "closed"))) ==
-      (("5000", "1000", "5000")))
+  test("the header of each column with numbers has a tooltip") {
+    val withoutTooltip = Seq(overview(busy("t1")), of(busy("t1"))).flatMap(_ \\ "th")
+      .filterNot(header => (header \\ "span").exists(_ \@ "title" != "")).map(_.text.trim).distinct
+    assert(withoutTooltip == Seq("?"))
+  }
+
+  test("a page of a running application is updated by a script") {
+    assert((overview(application) \\ "div").exists(_ \@ "id" == "stagecrew-content"))
     assert((overview() \\ "script").map(_ \@ "src") == Seq("/ui/stagecrew/static/live.js"))
     val history = page("", model(topology("a")).copy(history = true))
     assert((history \\ "script").isEmpty && !(history \\ "div").exists(_ \@ "id" == "stagecrew-content"))

@@ -22,7 +22,8 @@ private[stagecrew] object Column {
     formatted(name, help)(f)(bytes => if (bytes == 0) "" else SparkUi.formatBytes(bytes)).copy(isZero = f(_) == 0)
   /** A time in milliseconds since the epoch. The cell is empty unless the value is positive. */
   def date[T](name: String)(f: T => Long): Column[T] = formatted(name)(f)(Show.date)
-  def duration[T](name: String)(ms: T => Long): Column[T] = formatted(name)(ms)(SparkUi.formatDuration)
+  def duration[T](name: String)(ms: T => Long): Column[T] =
+    formatted(name, "The time from the start to the end, or to now")(ms)(SparkUi.formatDuration)
   def micros[T](name: String, help: String)(f: T => Long): Column[T] =
     formatted(name, help)(f)(Show.micros).copy(isZero = f(_) == 0)
 
