@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from pyspark.sql import SparkSession
 import stagecrew
 from stagecrew.operators.sinks import ParquetSink
 from support.coordination import executor_pid
+from support.docs_blocks import blocks
 from support.driver_scripts import driver_script
 from support.journal import Journal as Events
 from support.otlp import Receiver, Span, receiver
@@ -247,3 +249,27 @@ def test_without_the_package_the_session_is_refused(tmp_path: Path) -> None:
     ((error, running),) = ((line["error"], line["running"]) for line in journal.read(event="refused"))
     assert "pip install 'stagecrew[otel]'" in error
     assert not running
+
+
+@pytest.mark.long
+def test_the_commands_of_the_tracing_page_export_spans(tmp_path: Path) -> None:
+    """An application that spark-submit starts exports its spans to the collector in the environment."""
+    page = Path(__file__).parents[2] / "docs/operate/tracing.md"
+    (block,) = (one for one in blocks(page.read_text(encoding="utf-8"), "sh") if "spark-submit" in one.code)
+    (tmp_path / "job.py").write_text(
+        "import stagecrew\n"
+        "from pyspark.sql import SparkSession\n"
+        "spark = SparkSession.builder.getOrCreate()\n"
+        "stagecrew.crew(spark)\n"
+        "assert spark.range(4, numPartitions=2).count() == 4\n"
+        "spark.stop()\n"
+    )
+    programs = Path(sys.executable).parent
+    with receiver() as found:
+        _install, *commands = block.code.replace("http://collector:4318", found.url).splitlines()
+        subprocess.run(
+            ["bash", "-euc", "\n".join(commands)], cwd=tmp_path, check=True,
+            env=os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"},
+        )  # fmt: skip
+        (application,) = found.named("application")
+        assert {task.parent for task in found.named("task")} == {application.id}

@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from stagecrew.spark_version import SPARK_LINES
-from support.checkout import ROOT
+from support.checkout import ROOT, copy_checkout
+from support.docs_blocks import blocks
 from support.installed import Installed, artifact
 
 pytestmark = [pytest.mark.wheel, pytest.mark.timeout(900)]
@@ -140,6 +141,45 @@ def test_the_sdist_gives_the_same_wheel_without_spark_and_without_a_jdk(tmp_path
         assert {name: one.read(name) for name in one.namelist()} == {
             name: other.read(name) for name in other.namelist()
         }
+
+
+def block_of_the_install_page(text: str) -> str:
+    """The only shell block that contains this text."""
+    page = (ROOT / "docs/start/install.md").read_text(encoding="utf-8")
+    (block,) = (block for block in blocks(page, "sh") if text in block.code)
+    return block.code
+
+
+def test_a_build_from_the_sources_has_one_jar(tmp_path: Path) -> None:
+    """The commands of the install page need only a JDK and PySpark. uv runs them, because it has PySpark in its cache."""
+    sources, environment = tmp_path / "sources", tmp_path / "environment"
+    copy_checkout(sources)
+    programs = Path(sys.executable).parent
+    subprocess.run([programs / "uv", "venv", "--quiet", "--python", sys.executable, str(environment)], check=True)
+    commands = block_of_the_install_page("--no-build-isolation").replace("pip install", f"{programs}/uv pip install")
+    variables = {"VIRTUAL_ENV": str(environment), "PATH": f"{environment}/bin:{os.environ['PATH']}"}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))}
+    subprocess.run(["bash", "-euc", commands], cwd=sources, env=kept | variables, check=True)
+    doctor = ["stagecrew", "doctor", "--no-spark", "--json"]
+    done = subprocess.run(doctor, cwd=tmp_path, env=kept | variables, stdout=subprocess.PIPE, text=True)
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 0, checks
+    assert checks["Jar"]["found"].endswith(f"for Spark {SPARK_LINES[-1]}"), checks["Jar"]
+
+
+def test_a_project_of_uv_has_the_wheel(tmp_path: Path) -> None:
+    """The commands of the install page, with the file of the wheel, make a project in which the doctor passes."""
+    wheel = f'"stagecrew[spark] @ file://{artifact("*.whl")}"'
+    commands = block_of_the_install_page("uv init").replace('"stagecrew[spark]"', wheel)
+    commands = commands.replace("3.11", f"{sys.version_info.major}.{sys.version_info.minor}")
+    kept = {
+        key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_", "VIRTUAL_ENV"))
+    }
+    variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-euc", commands], cwd=tmp_path, env=kept | variables, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert "can run here" in done.stdout
 
 
 class Spark35(Installed):
