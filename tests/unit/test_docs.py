@@ -138,6 +138,21 @@ def test_blocks_that_another_test_runs_name_a_test_that_exists():
                 assert f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{page}:{block.line}"
 
 
+def test_claims_of_speed_link_to_their_figures():
+    """A paragraph, or a line of a list or a table, that says how fast something is links to the page with the figures."""
+    claim = re.compile(r"milliseconds?\b|microseconds?\b|\d (?:ms|us)\b|\bMB/s|\bfaster\b|\bslower\b", re.IGNORECASE)
+    # Units of values, a speculative attempt of Spark, the speed of the user's own code, and figures beside their chart.
+    exceptions = {"ui.md": "Times are milliseconds", "commits.md": "a speculative attempt was faster"}
+    beside = {"rate-limit.md", "partitions.md", "coordinators.md", "configuration.md", "metrics.md", "api.md"}
+    for page in [ROOT / "README.md", *(DOCS.rglob("*.md"))]:
+        if page.name in beside or page.name in ("performance.md", "changelog.md"):
+            continue
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for part in re.split(r"\n\n|\n(?=- |\| )", text):
+            if claim.search(part) and exceptions.get(page.name, "\0") not in part:
+                assert "performance.md#" in part, f"{page.name}: {part}"
+
+
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
 def test_relative_links_in_project_files_exist(page):
     """The relative links and pictures of the README, and of the other Markdown files in its folder, exist."""
