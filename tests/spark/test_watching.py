@@ -258,7 +258,7 @@ def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
     eventually(lambda: _ended(spark, agent), what="the ended agent is shown as ended")
 
     live = fetch_json(spark, "/stagecrew/json")
-    guide = re.findall(r"`(\w+)`", (Path(__file__).parents[2] / "docs/operate/ui.md").read_text())
+    guide = re.findall(r"`(\w+)`", (Path(__file__).parents[2] / "docs/reference/events.md").read_text())
     assert field_names(live) - set(guide) == set()
     sessions.stop()
     (log,) = logs.iterdir()
