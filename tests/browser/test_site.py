@@ -16,11 +16,10 @@ import pytest
 from playwright.sync_api import Page, expect
 
 ROOT = Path(__file__).parents[2]
-PAGES = (
-    "index.html", "start/quickstart.html", "start/why.html", "recipes/index.html", "recipes/exactly-once.html",
-    "recipes/examples.html", "guide/commits.html", "operate/security.html", "operate/troubleshooting.html",
-    "reference/api.html", "reference/performance.html", "changelog.html",
-)  # fmt: skip
+PAGES = tuple(
+    str(path.relative_to(ROOT / "docs").with_suffix(".html")) for path in sorted((ROOT / "docs").rglob("*.md"))
+)
+SHORT = ("index.html", "start/quickstart.html")
 PHONE = {"width": 360, "height": 740}
 
 
@@ -51,7 +50,9 @@ def _served(folder: Path) -> Iterator[str]:
             thread.join()
 
 
-@pytest.mark.parametrize("path", [*PAGES[:2], *(pytest.param(path, marks=pytest.mark.long) for path in PAGES[2:])])
+@pytest.mark.parametrize(
+    "path", [path if path in SHORT else pytest.param(path, marks=pytest.mark.long) for path in PAGES]
+)
 def test_pages_fit_a_phone_in_both_themes(site: str, page: Page, path: str, tmp_path: Path) -> None:
     """No page is wider than 360 pixels, no script fails, and the text contrasts with the background in both themes."""
     page.set_viewport_size(PHONE)
@@ -78,6 +79,8 @@ def test_the_search_finds_pages(site: str, page: Page) -> None:
     page.keyboard.type("rate limit")
     expect(page.locator(".md-search-result__link").first).to_be_visible()
     expect(page.locator(".md-search-result").get_by_text("A rate limit across the cluster").first).to_be_visible()
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/recipes/rate-limit.html**")
 
 
 def test_the_theme_can_be_switched_and_is_kept(site: str, page: Page) -> None:
