@@ -79,7 +79,7 @@ def test_pages_show_the_output_of_examples(outcomes):
     """A block after `<!-- output: PATH -->` contains what this example prints."""
     shown = {
         block.output: block.code.strip()
-        for page in (ROOT / "docs").rglob("*.md")
+        for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
         for block in blocks(page.read_text(encoding="utf-8"), "console")
         if block.output is not None
     }
