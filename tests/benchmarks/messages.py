@@ -10,7 +10,7 @@ import tempfile
 
 import numpy as np
 from measurements import Measurement, at_least, at_most, percentiles, ratio_at_least, ratio_at_most
-from processes import Process, Run, driver
+from processes import Process, Run, driver, in_turn
 
 from stagecrew.wire.hops import HOPS
 
@@ -27,9 +27,9 @@ def requests(run: Run):
             for tasks in TASKS:
                 for side in sides.values():
                     side("requests", tasks=tasks, count=count)
-        for _ in run.rounds():
+        for round_ in run.rounds():
             for tasks in TASKS:
-                for name, side in sides.items():
+                for name, side in in_turn(sides.items(), round_):
                     found[tasks][name].append(
                         [1e6 * one for one in side("requests", tasks=tasks, count=1000)["seconds"]]
                     )
@@ -93,8 +93,8 @@ def hops(run: Run):
         ):
             for side in (direct, through_rpc):
                 side("requests", tasks=1, count=3000)
-            for _ in run.rounds():
-                for side in (direct, through_rpc):
+            for round_ in run.rounds():
+                for side in in_turn((direct, through_rpc), round_):
                     side("requests", tasks=1, count=1000)
         for direct, folder in folders.items():
             found[direct] = _steps(folder, len(run.load), 1000, direct)

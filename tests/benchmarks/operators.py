@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from measurements import Measurement, at_least, at_most, percentiles, ratio_at_most
-from processes import Run, driver
+from processes import Run, driver, in_turn
 
 #: Iterations of PageRank on both sides. Twenty iterations with joins take more than a minute.
 ITERATIONS = 5
@@ -15,9 +15,10 @@ def supersteps(run: Run):
     with driver() as ours:
         ours("supersteps", count=10_000, size=8)  # the JVMs are new, and have not compiled the hot code
         ours("supersteps", count=50, size=1_000_000)
-        for _ in run.rounds():
-            small.append([1e6 * one for one in ours("supersteps", count=2000, size=8)["seconds"]])
-            gathers.append([1e6 * one for one in ours("gathers", count=4)["seconds"]])
+        for round_ in run.rounds():
+            for command, count, found in in_turn((("supersteps", 2000, small), ("gathers", 4, gathers)), round_):
+                arguments = {"size": 8} if command == "supersteps" else {}
+                found.append([1e6 * one for one in ours(command, count=count, **arguments)["seconds"]])
             megabytes = ours("supersteps", count=50, size=1_000_000)["seconds"]
             rates.append(len(megabytes) / sum(megabytes))
     goals = (at_most(500), at_most(3000))

@@ -8,12 +8,15 @@ import os
 import pathlib
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import psutil
 import rich.console
 
 from support.spark_home import spark_home
+
+T = TypeVar("T")
 
 HERE = pathlib.Path(__file__).resolve().parent
 MASTER = "local-cluster[2,1,1024]"
@@ -102,3 +105,10 @@ class Run:
             console.print(f"{self.name}: round {round_ + 1} of {count}")
             yield round_
             self.load.append(round(os.getloadavg()[0], 2))
+
+
+def in_turn(sides: Iterable[T], round_: int) -> list[T]:
+    """The sides in an order that changes with each round, so that none is always the first."""
+    found = list(sides)
+    first = round_ % len(found)
+    return found[first:] + found[:first]

@@ -19,6 +19,7 @@ import time
 import pytest
 
 from stagecrew.errors import ChannelClosed, ChannelError
+from stagecrew.wire import channel as channel_module
 from stagecrew.wire import channel_address as address_module
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.channel_address import ChannelAddress
@@ -199,6 +200,24 @@ def test_a_client_that_was_dropped_tries_again(server, connecting):
     server.send("WELCOME", body="{}")
     with result() as channel:
         assert channel.welcome == {}
+
+
+def test_the_pauses_between_two_tries_grow(server, connecting, monkeypatch):
+    """Each pause is twice the one before, up to the longest one, and shortened at random."""
+    pauses = []
+    monkeypatch.setattr("stagecrew.wire.channel.time.sleep", pauses.append)
+    monkeypatch.setattr("stagecrew.wire.channel.random.uniform", lambda least, most: most)
+    result = connecting(server)
+    for _ in range(8):
+        server.accept()
+        server.accepted.pop().close()
+    server.challenge()
+    server.frames(1)
+    server.send("WELCOME", body="{}")
+    with result():
+        pass
+    assert pauses == [min(channel_module._FIRST_PAUSE * 2**n, channel_module._LONGEST_PAUSE) for n in range(8)]
+    assert pauses[-1] == channel_module._LONGEST_PAUSE
 
 
 def test_a_client_that_is_always_dropped_gives_up_at_the_timeout(tmp_path, connecting):

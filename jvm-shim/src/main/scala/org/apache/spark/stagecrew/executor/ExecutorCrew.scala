@@ -166,8 +166,7 @@ final class ExecutorCrew(
     Log.contained("stopping the endpoint")(Rpc.stopEndpoint(self))
   }
 
-  /** Runs a call on the watchdog thread after a delay. The loop is not used, because it writes to links, and a process
-    * that hangs can block it. */
+  /** Runs a call on the watchdog thread after a delay. The loop is not used, because it may be busy. */
   private[stagecrew] def later(ms: Long, purpose: String)(f: => Unit): Unit =
     watchdog.schedule((() => Log.contained(purpose)(f)): Runnable, ms, TimeUnit.MILLISECONDS)
 }
