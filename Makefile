@@ -122,12 +122,23 @@ test-unit-and-docs: setup
 	$(MAKE) test-unit
 	$(MAKE) docs
 
-test-matrix: wheel $(OTHER_SPARKS:%=$(STAMPS)/classes-%) $(STAMPS)/hadoop ## test the wheel with each Spark, and run the contract tests with each other Spark: under 15 minutes; FULL=1 runs all tests
+test-matrix: test-wheel $(OTHER_SPARKS:%=$(if $(FULL),full-%,contract-%)) ## test the wheel with each Spark, and run the contract tests with each other Spark: under 15 minutes; FULL=1 also runs all short tests, YARN and the tests of the shim
+
+.PHONY: test-wheel
+test-wheel: wheel
 	$(BIN)/pytest -q tests/packaging -m wheel -n 2 --dist loadfile
-	for spark in $(OTHER_SPARKS); do \
-	  echo "Spark $$spark" && build/spark-$$spark/bin/python -m pytest -q tests -n 2 --dist loadfile \
-	    --no-loadscope-reorder $(if $(FULL),-m "matrix or not (long or wheel)",-m matrix) || exit 1; \
-	done
+
+contract-%: wheel $(STAMPS)/classes-%
+	@echo Spark $*
+	build/spark-$*/bin/python -m pytest -q tests -n 2 --dist loadfile --no-loadscope-reorder -m matrix
+
+full-%: wheel $(STAMPS)/classes-%
+	STAGECREW_PYSPARK_HOME=$$(echo $$PWD/build/spark-$*/lib/python3*/site-packages/pyspark) \
+	  build/sbt shim/hadoopJars shim/test
+	build/spark-$*/bin/python -m pytest -q tests/cluster/test_yarn.py
+	build/spark-$*/bin/python -m pytest -q tests -n 2 --dist loadfile --no-loadscope-reorder -m "matrix or not (long or wheel)"
+
+.SECONDARY: $(OTHER_SPARKS:%=$(STAMPS)/spark-%) $(OTHER_SPARKS:%=$(STAMPS)/classes-%)
 
 # An environment with the oldest version of each requirement that pyproject.toml allows.
 $(STAMPS)/lowest: pyproject.toml $(STAMPS)/jar-$(lastword $(OTHER_SPARKS))

@@ -28,7 +28,7 @@ val stagecrewJar: File = {
 
 // HDFS and YARN for the tests, in the version of PySpark's Hadoop client, because both run together.
 val Hadoop = config("hadoop").hide
-val hadoopJars = taskKey[File]("The folder build/hadoop with the jars of Hadoop's mini clusters.")
+val hadoopJars = taskKey[File]("The folder in build/hadoop with the jars of this version of Hadoop's mini clusters.")
 val hadoopVersion: String = {
   val Client = """hadoop-client-api-(.+)\.jar""".r
   pysparkJars.map(_.getName).collectFirst { case Client(version) => version }
@@ -53,7 +53,7 @@ lazy val shim = (project in file("jvm-shim"))
       "org.junit.jupiter" % "junit-jupiter-api" % "5.10.2" % Hadoop,
       "org.bouncycastle" % "bcpkix-jdk18on" % "1.78.1" % Hadoop),
     hadoopJars := {
-      val target = (ThisBuild / baseDirectory).value / "build" / "hadoop"
+      val target = (ThisBuild / baseDirectory).value / "build" / "hadoop" / hadoopVersion
       for (jar <- update.value.select(configurationFilter(Hadoop.name)))
         if (jar.length != (target / jar.getName).length) IO.copyFile(jar, target / jar.getName)
       target

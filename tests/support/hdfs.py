@@ -18,8 +18,9 @@ from support.waiting import eventually
 
 __all__ = ["HADOOP", "hdfs"]
 
-#: The jars of Hadoop's mini clusters.
-HADOOP = Path(__file__).parents[2] / "build" / "hadoop"
+(_CLIENT,) = Path(pyspark.__file__).parent.glob("jars/hadoop-client-api-*.jar")
+#: The jars of Hadoop's mini clusters, in the version of PySpark's own Hadoop client.
+HADOOP = Path(__file__).parents[2] / "build" / "hadoop" / _CLIENT.stem.removeprefix("hadoop-client-api-")
 
 
 @contextlib.contextmanager

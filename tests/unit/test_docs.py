@@ -199,7 +199,7 @@ def test_each_line_of_the_table_of_versions_names_a_test_that_runs_with_each_ver
     ]
     assert header[2:] == sorted([newest, *others.split()])
     assert "tests/packaging -m wheel" in makefile
-    assert "-m matrix)" in makefile
+    assert "--no-loadscope-reorder -m matrix\n" in makefile
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests", "-m", "matrix or wheel"],
         cwd=ROOT, capture_output=True, text=True,
