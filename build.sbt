@@ -49,7 +49,10 @@ lazy val shim = (project in file("jvm-shim"))
     ivyConfigurations += Hadoop,
     libraryDependencies ++= Seq(
       ("org.apache.hadoop" % "hadoop-client-minicluster" % hadoopVersion % Hadoop).intransitive(),
-      // The mini cluster of YARN uses these, and does not declare them.
+      // The mini cluster of YARN uses these, and does not declare them: JUnit 4 and JAXB before Hadoop 3.5.
+      "junit" % "junit" % "4.13.2" % Hadoop,
+      "com.sun.xml.bind" % "jaxb-impl" % "2.3.3" % Hadoop,
+      "javax.xml.bind" % "jaxb-api" % "2.3.1" % Hadoop,
       "org.junit.jupiter" % "junit-jupiter-api" % "5.10.2" % Hadoop,
       "org.bouncycastle" % "bcpkix-jdk18on" % "1.78.1" % Hadoop),
     hadoopJars := {

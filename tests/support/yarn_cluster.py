@@ -79,7 +79,9 @@ def yarn_cluster(folder: Path) -> Iterator[YarnCluster]:
     port = free_port()
     classpath = os.pathsep.join([str(folder / "classes"), f"{HADOOP}/*", f"{spark_home()}/jars/*"])
     subprocess.run(["javac", "-cp", classpath, "-d", str(folder / "classes"), str(SOURCE)], check=True)
-    command = ["java", "-Xmx400m", *QUICK_JVM_OPTIONS.split(), "-cp", classpath, "MiniYarn", str(folder), str(port)]
+    opened = ("--add-opens", "java.base/java.lang=ALL-UNNAMED")  # for Hadoop 3.4
+    options = ("-Xmx400m", *QUICK_JVM_OPTIONS.split(), *opened)
+    command = ["java", *options, "-cp", classpath, "MiniYarn", str(folder), str(port)]
     log = folder / "yarn.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=output, stderr=output)
