@@ -122,18 +122,19 @@ test-unit-and-docs: setup
 	$(MAKE) test-unit
 	$(MAKE) docs
 
-test-matrix: test-wheel $(OTHER_SPARKS:%=$(if $(FULL),full-%,contract-%)) ## test the wheel with each Spark, and run the contract tests with each other Spark: under 15 minutes; FULL=1 also runs all short tests, YARN and the tests of the shim
+test-matrix: test-wheel ## test the wheel with each Spark, and run the contract tests with each other Spark: under 15 minutes; FULL=1 also runs all short tests, YARN and the tests of the shim
+	$(foreach spark,$(OTHER_SPARKS),$(MAKE) $(if $(FULL),full,contract)-$(spark) && )true
 
 .PHONY: test-wheel
 test-wheel: wheel
 	$(BIN)/pytest -q tests/packaging -m wheel -n 2 --dist loadfile
 
-contract-%: wheel $(STAMPS)/classes-%
+contract-%: jars $(STAMPS)/classes-%
 	@echo Spark $*
 	build/spark-$*/bin/python -m pytest -q tests -n 2 --dist loadfile --no-loadscope-reorder -m matrix
 
-full-%: wheel $(STAMPS)/classes-%
-	STAGECREW_PYSPARK_HOME=$$(echo $$PWD/build/spark-$*/lib/python3*/site-packages/pyspark) \
+full-%: jars $(STAMPS)/classes-%
+	STAGECREW_PYSPARK_HOME=$$(echo $$PWD/build/spark-$*/lib/python3.*/site-packages/pyspark) \
 	  build/sbt shim/hadoopJars shim/test
 	build/spark-$*/bin/python -m pytest -q tests/cluster/test_yarn.py
 	build/spark-$*/bin/python -m pytest -q tests -n 2 --dist loadfile --no-loadscope-reorder -m "matrix or not (long or wheel)"
@@ -162,7 +163,7 @@ test-long: setup $(STAMPS)/classes $(STAMPS)/hadoop $(STAMPS)/pyright ## run the
 	build/pyright/bin/pyright --pythonpath $(BIN)/python tests/typing python/stagecrew/examples
 	$(BIN)/pytest -q tests -m "long and alone"
 	$(BIN)/pytest -q tests/spark/test_splits.py tests -m "long and not alone" -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/pytest -q tests -m "contract and not long" --hide-proc -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q tests -m "matrix or (contract and not long)" --hide-proc -n 2 --dist loadfile --no-loadscope-reorder
 	$(MAKE) test-lowest
 
 soak: setup ## run 10,000 uses of operators and 1,000 topologies, and report leaked threads, files and memory

@@ -75,8 +75,8 @@ def _java_names(context: click.Context, parameter: click.Parameter, names: tuple
 def main() -> None:
     """Stagecrew is a Spark plugin: lifecycle listeners, coordinators and recoverable jobs for PySpark.
 
-    Start with `stagecrew doctor`, which checks this machine, and `stagecrew demo`, which shows four capabilities on real
-    flights, each without and with stagecrew.
+    Start with `stagecrew doctor`, which checks this machine, and `stagecrew demo`, which shows four capabilities on
+    real flights, each without and with stagecrew.
     """
 
 

@@ -109,6 +109,7 @@ def test_wheel_and_sdist_contain_the_same_files() -> None:
     assert artifact("*.whl").stat().st_size < 8_000_000
     (metadata,) = (content.decode() for name, content in wheel.items() if name.endswith(".dist-info/METADATA"))
     assert "Project-URL" not in metadata, "the project has no address yet"
+    assert "## One example per capability" in metadata
     targets = re.findall(r"\]\(([^)]+)\)", metadata)
     assert [one for one in targets if not one.startswith(("https://", "#"))] == []
     package = {name: content for name, content in wheel.items() if name.startswith("stagecrew/")}

@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 import stagecrew
 from stagecrew.operators.sinks import ParquetSink
 from support.sessions import Sessions
+from support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_the_job_of_a_commit_names_the_operator(spark: SparkSession, tmp_path: P
     spark.sparkContext.setLocalProperty("spark.jobGroup.id", "commit")
     with stagecrew.crew(spark).topology("day") as topology:
         topology.commit(spark.range(3), ParquetSink(str(tmp_path / "rows")), name="nightly")
-        assert descriptions(spark) == {"topology day: nightly"}
+        eventually(lambda: descriptions(spark) == {"topology day: nightly"}, 10)
         assert described(spark) == "topology day"
 
 

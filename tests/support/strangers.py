@@ -152,7 +152,7 @@ class HostileUser:
     """Attacks all processes of a tree, including those that start later. Use it as a context manager.
 
     Two kinds of ports are not attacked, because such an attack stops the jobs of plain Spark too. A port that is open for
-    less than half a second may be for one result that Spark sends to Python: the first connection to it must be the
+    less than a second may be for one result that Spark sends to Python: the first connection to it must be the
     right one. A port of the root is Spark's server of accumulators: it serves one connection after the other.
 
     Args:
@@ -239,7 +239,7 @@ class HostileUser:
                 attack = f"{self._connections // 10} {PYTHON_RATE}"
             else:
                 continue
-            if now > self._ports_since[port]:
+            if now - self._ports_since[port] > 1:
                 targets[f"port {port}"] = f"port {port} {attack}"
         for target in sorted(targets.keys() - self._known):
             self._known.add(target)

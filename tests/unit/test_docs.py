@@ -200,13 +200,20 @@ def test_each_line_of_the_table_of_versions_names_a_test_that_runs_with_each_ver
     assert header[2:] == sorted([newest, *others.split()])
     assert "tests/packaging -m wheel" in makefile
     assert "--no-loadscope-reorder -m matrix\n" in makefile
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests", "-m", "matrix or wheel"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    selected = {line.partition("::")[2].partition("[")[0] for line in found.stdout.splitlines() if "::" in line}
+
+    def selected(marks):
+        found = subprocess.run(
+            [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests", "-m", marks],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return {line.partition("[")[0] for line in found.stdout.splitlines() if "::" in line}
+
+    matrix = selected("matrix or wheel")
+    left_out = selected("contract") - matrix
+    assert {test.partition("::")[0] for test in left_out} == {"tests/cluster/test_yarn.py"}, "FULL=1 runs these"
+    names = {test.partition("::")[2] for test in matrix}
     for _, test, *cells in rows:
-        assert test.strip("`") in selected
+        assert test.strip("`") in names
         assert cells == ["yes"] * len(header[2:])
 
 

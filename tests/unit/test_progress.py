@@ -96,11 +96,33 @@ def test_stop_does_not_wait_for_a_report_that_never_arrives(monkeypatch):
 
     shown = Progress(wait, view)
     shown.stop()
-    assert view.ended == 1
+    eventually(lambda: view.ended == 1)
     shown.stop()
     arrives.set()
     eventually(lambda: not live_threads())
     assert (view.shown, view.ended) == ([], 1)
+
+
+def test_stop_does_not_wait_for_a_terminal_that_accepts_nothing(monkeypatch):
+    """If the output is blocked, the end of the topology is not. The view ends when the output continues."""
+    monkeypatch.setattr(progress, "_LAST_UPDATE", 0.05)
+    continues, blocked = threading.Event(), threading.Event()
+    view = Recorded()
+    show = view.show
+
+    def wait(key, rows):
+        blocked.set()
+        continues.wait(10)
+        show(key, rows)
+
+    view.show = wait
+    shown = Progress(lambda: TOPOLOGY, view)
+    assert blocked.wait(10)
+    shown.stop()
+    assert view.ended == 0
+    continues.set()
+    eventually(lambda: not live_threads())
+    assert (len(view.shown), view.ended) == (1, 1)
 
 
 def test_nested_topologies_share_one_terminal(capsys):

@@ -167,13 +167,14 @@ class ActiveTopologies:
         """While it is open, the descriptions of this thread's jobs name the operator that runs them."""
         mine = self._thread
         outer, mine.operator = mine.operator, operator
-        self._describe_jobs()
         try:
+            self._describe_jobs()
             yield
         finally:
             mine.operator = outer
-            if self._connection.running:
-                self._describe_jobs()
+            with contextlib.suppress(Exception):  # the JVM may be gone, and the caller's own error is more useful
+                if self._connection.running:
+                    self._describe_jobs()
 
     def _remove_ended(self, *left: TopologyNode) -> None:
         """Removes the property and tags of topologies that this thread left, and of those that ended in any thread."""

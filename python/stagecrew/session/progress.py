@@ -137,7 +137,8 @@ class Progress:
         self._report = report
         self._view = view or current_view()
         self._ended = threading.Event()
-        #: Whether the view has ended.
+        #: Held while the view shows or ends. After the end, nothing is shown.
+        self._lock = threading.Lock()
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="stagecrew-progress", daemon=True)
         self._thread.start()
@@ -149,13 +150,15 @@ class Progress:
         """
         self._ended.set()
         self._thread.join(_LAST_UPDATE)
-        if self._thread.is_alive() and not self._is_over:
-            self._end()
+        if self._thread.is_alive():  # in another thread, because a terminal may not accept output
+            threading.Thread(target=self._end, name="stagecrew-progress", daemon=True).start()
 
     def _end(self) -> None:
-        self._is_over = True
-        with contextlib.suppress(Exception):
-            self._view.end(self)
+        with self._lock:
+            if not self._is_over:
+                self._is_over = True
+                with contextlib.suppress(Exception):
+                    self._view.end(self)
 
     def _run(self) -> None:
         try:
@@ -166,9 +169,12 @@ class Progress:
         except Exception as error:
             _log.warning("the progress of a topology is no longer shown: %s", error)
         finally:
-            if not self._is_over:
-                self._end()
+            self._end()
 
     def _show(self) -> None:
-        if (report := self._report()) is not None and not self._is_over:
-            self._view.show(self, progress_rows(report))
+        if (report := self._report()) is None:
+            return
+        rows = progress_rows(report)
+        with self._lock:
+            if not self._is_over:
+                self._view.show(self, rows)

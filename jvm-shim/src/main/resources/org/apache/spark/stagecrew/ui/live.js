@@ -1,5 +1,5 @@
 // Updates a page of the tab while the application runs: twice a second, it requests the page again, and replaces the page's
-// content. A page that the driver needs long to write is requested less often. A hidden page is not updated.
+// content. A page that takes the driver long to generate is requested less often. A hidden page is not updated.
 (function () {
   "use strict";
   const PERIOD = 500; // milliseconds
@@ -32,7 +32,7 @@
         const response = await fetch(location.href, { credentials: "same-origin", cache: "no-store" });
         if (response.ok) replace(await response.text());
         else pause *= 10;
-        pause = Math.max(pause, 3 * (performance.now() - began));
+        pause = Math.min(Math.max(pause, 3 * (performance.now() - began)), 10000);
       } catch (error) { // the application has ended, or the network is down
         pause *= 10;
       }

@@ -23,7 +23,7 @@ private[stagecrew] object Column {
   /** A time in milliseconds since the epoch. The cell is empty unless the value is positive. */
   def date[T](name: String)(f: T => Long): Column[T] = formatted(name)(f)(Show.date)
   def duration[T](name: String)(ms: T => Long): Column[T] =
-    formatted(name, "The time from the start to the end, or to now")(ms)(SparkUi.formatDuration)
+    formatted(name, "The time from the start to the end. If there is no end yet: so far")(ms)(SparkUi.formatDuration)
   def micros[T](name: String, help: String)(f: T => Long): Column[T] =
     formatted(name, help)(f)(Show.micros).copy(isZero = f(_) == 0)
 
