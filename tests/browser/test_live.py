@@ -106,7 +106,7 @@ def test_an_idle_page_shows_new_work_within_two_seconds(spark: SparkSession, bas
     """A page that was opened while nothing ran is updated as often as any other."""
     page.goto(f"{base}/stagecrew/")
     content = page.locator("#stagecrew-content")
-    page.wait_for_function("document.getElementById('stagecrew-content').dataset.stagecrewUpdates >= 3")
+    eventually(lambda: int(content.get_attribute("data-stagecrew-updates") or 0) >= 3, 10)
     with stagecrew.crew(spark).topology("after a pause") as topology:
         expect(content).to_contain_text(topology.id, timeout=SHOWN_WITHIN_MS)
 
