@@ -155,7 +155,7 @@ def test_the_page_is_updated_and_its_links_work_through_a_reverse_proxy(
                 expect(page.locator("#stagecrew-content")).to_contain_text("State: active")
             assert page.url.startswith(f"{prefix}/stagecrew/topology/?id=")
             page.get_by_role("link", name="Python processes").click()
-            expect(page.get_by_role("heading", name="Python processes (")).to_be_visible()
+            expect(page.get_by_role("heading", name="Stagecrew: Python processes")).to_be_visible()
             page.goto("about:blank")  # so that the page requests nothing more
         finally:
             server.shutdown()
