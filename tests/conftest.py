@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Marks `long_on_clusters` tests as long if their master is a cluster. Long tests get a timeout of half an hour.
 
     Of each contract test, marks the cases that `make test-matrix` runs: those of `make test`, except on the standalone
-    cluster. If there is none, those on local-cluster.
+    cluster, or else those on local-cluster.
     """
     contract: dict[str, list[pytest.Function]] = {}
     for item in items:
