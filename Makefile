@@ -151,7 +151,8 @@ $(STAMPS)/lowest: pyproject.toml $(STAMPS)/jar-$(lastword $(OTHER_SPARKS))
 	@touch $@
 
 test-lowest: $(STAMPS)/lowest $(STAMPS)/hadoop ## run the unit tests and the contract tests with the oldest requirements that pyproject.toml allows
-	build/spark-lowest/bin/python -m pytest -q tests/unit -m "not long" -n 2 --dist loadfile
+	build/spark-lowest/bin/python -m pytest -q tests/unit -m "not long" -n 2 --dist loadfile \
+	  $(addprefix --ignore=tests/unit/test_,docs.py docstrings.py readme.py)  # they need the tools of the documentation
 	build/spark-lowest/bin/python -m pytest -q tests -m matrix -n 2 --dist loadfile --no-loadscope-reorder
 
 $(STAMPS)/pyright: pyproject.toml $(STAMPS)/venv

@@ -154,6 +154,13 @@ def test_a_structured_record_has_context_and_given_fields():
     assert found["context"] == {"topology": "t", "stage": "mine", "table": "<a>"}
 
 
+@pytest.mark.parametrize("name", ["context", "kwargs"])
+def test_the_context_of_pysparks_loggers_is_kept(name):
+    """PySpark 4.0 stores the fields of a log call in `kwargs`, and later versions in `context`."""
+    record = logging.makeLogRecord({"msg": "three rows", name: {"table": "a"}, "topology": "nightly"})
+    assert json.loads(StructuredFormatter().format(record))["context"] == {"topology": "nightly", "table": "a"}
+
+
 def test_a_record_with_another_kind_of_context_is_written():
     """A record whose `context` is not a mapping is written nevertheless, with stagecrew's fields as its context."""
     for given in ("text", 7, ["a"], b"x", None):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import stagecrew
+from support.spark_versions import LEAKS_SOCKETS
 
 PROJECT = """
 import contextlib
@@ -111,7 +112,8 @@ def run_project(folder: Path, tests: str) -> str:
     for name, text in {"shop.py": PROJECT, "test_shop.py": tests, "conftest.py": CONFTEST}.items():
         (folder / name).write_text(textwrap.dedent(text))
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    leaks = ["-W", "ignore::ResourceWarning"] if LEAKS_SOCKETS else []
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", *leaks, "-p", "no:cacheprovider", "-p", "no:xdist"]
     if not entry_points(group="pytest11", name="stagecrew"):  # the package is on the path, and not installed
         command += ["-p", "stagecrew.testing.plugin"]
     package = str(Path(stagecrew.__file__).parents[1])

@@ -60,12 +60,14 @@ class StructuredFormatter(logging.Formatter):
         Returns:
             One line of JSON, without a line break at its end.
         """
-        given = record.__dict__.get("context")
-        if not isinstance(given, Mapping):  # only PySpark's loggers set a mapping
-            given = {}
+        given: Mapping[str, Any] = {}
+        for name in ("kwargs", "context"):  # PySpark 4.0 calls it `kwargs`
+            if isinstance(found := record.__dict__.get(name), Mapping):  # only PySpark's loggers set a mapping
+                given = found
         fields = {name: value for name in FIELDS if (value := record.__dict__.get(name)) is not None}
         copy = logging.makeLogRecord(record.__dict__)
-        copy.__dict__["context"] = {name: str(value) for name, value in {**fields, **given}.items()}
+        context = {name: str(value) for name, value in {**fields, **given}.items()}
+        copy.__dict__["context"] = copy.__dict__["kwargs"] = context
         return self._json.format(copy)
 
 
