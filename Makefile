@@ -150,10 +150,12 @@ $(STAMPS)/lowest: pyproject.toml $(STAMPS)/jar-$(lastword $(OTHER_SPARKS))
 	$(INSTALL) --python build/spark-lowest/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
+# The environment with the oldest requirements lacks the tools of the documentation.
+NO_DOCS := $(addprefix --ignore=tests/unit/test_,docs.py docstrings.py readme.py)
+
 test-lowest: $(STAMPS)/lowest $(STAMPS)/hadoop ## run the unit tests and the contract tests with the oldest requirements that pyproject.toml allows
-	build/spark-lowest/bin/python -m pytest -q tests/unit -m "not long" -n 2 --dist loadfile \
-	  $(addprefix --ignore=tests/unit/test_,docs.py docstrings.py readme.py)  # they need the tools of the documentation
-	build/spark-lowest/bin/python -m pytest -q tests -m matrix -n 2 --dist loadfile --no-loadscope-reorder
+	build/spark-lowest/bin/python -m pytest -q tests/unit -m "not long" -n 2 --dist loadfile $(NO_DOCS)
+	build/spark-lowest/bin/python -m pytest -q tests -m matrix -n 2 --dist loadfile --no-loadscope-reorder $(NO_DOCS)
 
 $(STAMPS)/pyright: pyproject.toml $(STAMPS)/venv
 	test -x build/pyright/bin/python || $(PYTHON) -m venv build/pyright
