@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # for `support`
 
 from measurements import Figure, Measurement, about, percentiles
-from processes import MASTER, Process, Run
+from processes import MASTER, Process, Run, in_turn
 from run import show
 
 HERE = "this checkout"
@@ -84,9 +84,7 @@ def measure(name: str, checkouts: dict[str, pathlib.Path], applications: int, ro
                 for process in sides.values():
                     process(comparison.command, **comparison.warm_up_arguments)
             for round_ in run.rounds():
-                order = list(sides)
-                first = round_ % len(order)  # each round begins with a different checkout
-                for side in order[first:] + order[:first]:
+                for side in in_turn(sides, round_):
                     result = sides[side](comparison.command, **comparison.arguments)
                     for measured, values in comparison.values(result).items():
                         found.setdefault(measured, {one: [] for one in sides})[side].append(values)

@@ -16,9 +16,9 @@ def supersteps(run: Run):
         ours("supersteps", count=10_000, size=8)  # the JVMs are new, and have not compiled the hot code
         ours("supersteps", count=50, size=1_000_000)
         for round_ in run.rounds():
-            for command, count, found in in_turn((("supersteps", 2000, small), ("gathers", 4, gathers)), round_):
-                arguments = {"size": 8} if command == "supersteps" else {}
-                found.append([1e6 * one for one in ours(command, count=count, **arguments)["seconds"]])
+            sides = (("supersteps", {"count": 2000, "size": 8}, small), ("gathers", {"count": 4}, gathers))
+            for command, arguments, found in in_turn(sides, round_):
+                found.append([1e6 * one for one in ours(command, **arguments)["seconds"]])
             megabytes = ours("supersteps", count=50, size=1_000_000)["seconds"]
             rates.append(len(megabytes) / sum(megabytes))
     goals = (at_most(500), at_most(3000))

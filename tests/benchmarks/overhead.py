@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from measurements import Measurement, at_most, percentiles, ratio_at_most
-from processes import Process, Run, console, driver
+from processes import Process, Run, console, driver, in_turn
 
 from support.otlp import receiver
 
@@ -72,7 +72,7 @@ def _tasks(
                 for of in values.values():
                     of.append(0.0)
             for turn in range(TURNS):
-                for side in (without, with_plugin) if (round_ + turn) % 2 == 0 else (with_plugin, without):
+                for side in in_turn((without, with_plugin), round_ + turn):
                     _add(side, side(kind, tasks=TASKS // TURNS), seconds, cpu)
             console.print(f"{kind} tasks: {seconds[without][-1]:.3f} s without, {seconds[with_plugin][-1]:.3f} s with")
     yield Measurement(words, "s", seconds[with_plugin], peer, seconds[without], ratio_at_most(most))

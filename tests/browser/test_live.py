@@ -192,14 +192,20 @@ def slow(context: stagecrew.ListenerContext, folder: str) -> Iterator[None]:
     yield
 
 
+def run_opening(spark: SparkSession, topology: stagecrew.Topology, folder: Path) -> threading.Thread:
+    """Starts a job with one task. Returns when its listener `slow` is opening."""
+    job = topology.wrap(lambda: spark.sparkContext.parallelize([1], 1).map(lambda row: row).count())
+    thread = threading.Thread(target=job, daemon=True)
+    thread.start()
+    eventually((folder / "opening").exists, 30)
+    return thread
+
+
 def test_a_running_open_appears_without_a_reload(spark: SparkSession, base: str, page: Page, tmp_path: Path) -> None:
     """An `open` that runs is in the timeline within two seconds, and no longer runs within two seconds of its end."""
     with stagecrew.crew(spark).topology("opening", listeners=[slow(str(tmp_path))]) as topology:
         page.goto(f"{base}/stagecrew/topology/?id={topology.id}")
-        job = topology.wrap(lambda: spark.sparkContext.parallelize([1], 1).map(lambda row: row).count())
-        thread = threading.Thread(target=job, daemon=True)
-        thread.start()
-        eventually((tmp_path / "opening").exists, 30)
+        thread = run_opening(spark, topology, tmp_path)
         bar = page.locator("rect.stagecrew-open", has_text="open slow on driver, still running")
         expect(bar).to_be_attached(timeout=SHOWN_WITHIN_MS)
         page.screenshot(path=tmp_path / "opening.png", full_page=True)
@@ -287,10 +293,7 @@ def test_a_running_open_of_an_executor_appears_within_two_seconds(
         folder.mkdir()
         with stagecrew.crew(spark).topology("opening", listeners=[slow(str(folder))]) as topology:
             page.goto(f"{url}?id={topology.id}")
-            job = topology.wrap(lambda: spark.sparkContext.parallelize([1], 1).map(lambda row: row).count())
-            thread = threading.Thread(target=job, daemon=True)
-            thread.start()
-            eventually((folder / "opening").exists, 30)
+            thread = run_opening(spark, topology, folder)
             bar = page.locator("rect.stagecrew-open", has_text="open slow on")
             expect(bar).to_be_attached(timeout=SHOWN_WITHIN_MS)
             (folder / "opens").touch()

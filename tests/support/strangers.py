@@ -32,8 +32,8 @@ HELD: Final = 300
 JVM_RATE: Final = 100
 PYTHON_RATE: Final = 10
 
-#: The first lines of a script. From then on, the process runs as the user `nobody`. It may open 10,000 files. The script must not import other
-#: modules afterwards, because this user may be unable to read the interpreter's folder.
+#: The first lines of a script. From then on, the process runs as the user `nobody`, and may open 10,000 files. The script
+#: must not import other modules afterwards, because this user may be unable to read the interpreter's folder.
 BECOME_NOBODY: Final = f"""
 import encodings.idna, errno, json, os, random, resource, select, selectors, socket, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (10000, 10000))

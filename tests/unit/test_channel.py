@@ -189,15 +189,20 @@ def test_a_server_that_sends_something_else_is_refused(server, reply, connecting
     assert server.frames() == []
 
 
-def test_a_client_that_was_dropped_tries_again(server, connecting):
-    """The server may drop a client among many strangers. The client connects again, until the server accepts it."""
-    result = connecting(server)
-    for _ in range(4):
+def welcome_after_drops(server, drops):
+    """Drops the first connections of the client, and welcomes the next one."""
+    for _ in range(drops):
         server.accept()
         server.accepted.pop().close()
     server.challenge()
     server.frames(1)
     server.send("WELCOME", body="{}")
+
+
+def test_a_client_that_was_dropped_tries_again(server, connecting):
+    """The server may drop a client among many strangers. The client connects again, until the server accepts it."""
+    result = connecting(server)
+    welcome_after_drops(server, 4)
     with result() as channel:
         assert channel.welcome == {}
 
@@ -208,12 +213,7 @@ def test_the_pauses_between_two_tries_grow(server, connecting, monkeypatch):
     monkeypatch.setattr("stagecrew.wire.channel.time.sleep", pauses.append)
     monkeypatch.setattr("stagecrew.wire.channel.random.uniform", lambda least, most: most)
     result = connecting(server)
-    for _ in range(8):
-        server.accept()
-        server.accepted.pop().close()
-    server.challenge()
-    server.frames(1)
-    server.send("WELCOME", body="{}")
+    welcome_after_drops(server, 8)
     with result():
         pass
     assert pauses == [min(channel_module._FIRST_PAUSE * 2**n, channel_module._LONGEST_PAUSE) for n in range(8)]
