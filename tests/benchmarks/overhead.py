@@ -43,9 +43,10 @@ def traced(run: Run):
             sides = {"stagecrew": with_tracing, "not traced": without}
             for side in (*sides.values(), *sides.values()):
                 side("requests", tasks=1, count=2000)
-            for _ in run.rounds(10):
-                for name, side in sides.items():
-                    found[name].append([1e6 * one for one in side("requests", tasks=1, count=1000)["seconds"]])
+            for round_ in run.rounds(10):
+                for name in in_turn(sides, round_):
+                    seconds = sides[name]("requests", tasks=1, count=1000)["seconds"]
+                    found[name].append([1e6 * one for one in seconds])
     yield from percentiles("request and reply of 100 bytes, traced", "us", found, (ratio_at_most(1.03),))
 
 
