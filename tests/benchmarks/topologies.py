@@ -7,7 +7,7 @@ import re
 import subprocess
 
 from measurements import Measurement, at_most, percentiles, ratio_at_least
-from processes import Run, console, driver
+from processes import Run, console, driver, in_turn
 
 MEGABYTES = 50
 
@@ -42,7 +42,7 @@ def partitions(run: Run, topologies: int = 100):
                 console.print(f"shuffle {number + 1}: {disk['plain Spark'][-1]:.0f} MB, {disk['stagecrew'][-1]:.0f} MB")
         # The driver that releases nothing fills the disk, so the rounds are short.
         for round_ in run.rounds(30):
-            for name in list(sides) if round_ % 2 == 0 else list(sides)[::-1]:
+            for name in in_turn(sides, round_):
                 rates[name].append(MEGABYTES / sides[name]("shuffle", megabytes=MEGABYTES)["seconds"])
     for words, unit, left in (("on disk", "MB", disk), ("outputs in the tracker", "", outputs)):
         name = f"{words} after {topologies} topologies that shuffle {MEGABYTES} MB each"
