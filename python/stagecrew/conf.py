@@ -54,7 +54,8 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.close.timeout",
         "duration",
         "10s",
-        "How long one `close` of a listener may take, and how long the exit of a topology waits for all of them.",
+        "How long one `close` of a listener or a coordinator may take. The exit of a topology waits this long for all "
+        "coordinators, and at most 5 s longer for all listeners.",
     ),
     Key(
         "spark.stagecrew.shutdown.timeout",

@@ -56,8 +56,9 @@ class Topology(TopologyOperators):
 
     A normal exit waits for the jobs and streaming queries of the topology, and logs every 10 s which of them are still
     running. An exit with an exception, Ctrl-C, and `close(cancel=True)` stop the queries and cancel the jobs. The
-    exception is not changed. The exit then waits until every executor has closed its listeners, for at most
-    `spark.stagecrew.close.timeout`, and logs listeners that are still open.
+    exception is not changed. The exit then closes the coordinators, all within `spark.stagecrew.close.timeout`. It
+    waits until every executor has closed its listeners, for at most this timeout plus 5 s, and logs listeners that are
+    still open.
 
     When the topology ends, its shuffle files are deleted, except those that another topology or a job outside of
     topologies uses, and those of datasets that were passed to `keep`. The argument `release` changes this. If you use a
