@@ -251,7 +251,7 @@ def examples(names: tuple[str, ...], everything: bool, folder: Path) -> None:
     stagecrew examples quickstart
     python quickstart.py
 
-    A file that exists is not replaced, unless its content is the same.
+    If one of the files exists with other content, nothing is copied.
     """
     from stagecrew.gallery import copy_examples, find_examples
 

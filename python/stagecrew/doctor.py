@@ -113,7 +113,7 @@ def system() -> Check:
     is_linux = platform.system() == "Linux"
     found = f"{platform.system()} {platform.release()} ({platform.machine()})"
     if not is_linux:
-        found += ", on which stagecrew was not run"
+        found += ", on which stagecrew was not tested"
     lost = [f"- {sentence}" for sentence in _lost_features()]
     if is_linux and not lost:
         return Check("System", "ok", found)

@@ -194,7 +194,10 @@ class CoordinationTimeout(CoordinationError, TimeoutError):
 
 
 class CheckpointFailed(CoordinationError):
-    """A checkpoint was not taken: a coordinator declined it, returned no state, or was too slow. Take another one."""
+    """A checkpoint was not taken: a coordinator declined it, returned an invalid state, or was too slow.
+
+    Take another one.
+    """
 
 
 class CheckpointTimeout(CheckpointFailed, TimeoutError):
@@ -206,11 +209,15 @@ class CheckpointTimeout(CheckpointFailed, TimeoutError):
 
 
 class CommitFailed(CoordinationError):
-    """The commit has no effect: nothing is visible, and no staged data is left. The message says why."""
+    """This call committed nothing, and deleted what it staged; the log names what could not be deleted.
+
+    The message says why. After a `CommitSuperseded`, rows may become visible, because another driver continues the
+    commit.
+    """
 
 
 class CommitConflict(CommitFailed):
-    """The target has other data, and will keep it. Commit to another target, or remove the data."""
+    """The sink can never accept these rows: the target has other data, or refuses them. The message says what to do."""
 
 
 class CommitSuperseded(CommitFailed):
@@ -222,7 +229,10 @@ class CommitPending(CoordinationError):
 
 
 class CommitUnknown(CoordinationError):
-    """It is unknown whether a record of the commit was written. Nothing was deleted. Commit again with the same id."""
+    """The commit log cannot be read, or it is unknown whether a record was written. Nothing was deleted.
+
+    The message says whether to commit again with the same id.
+    """
 
 
 class RecoveryError(StagecrewError):

@@ -82,7 +82,7 @@ def takes_signal(pid: int, number: int) -> bool | None:
 
 
 def start_time(pid: int) -> str | None:
-    """The start time of a process. Processes that had the same id differ in it. None if the process has ended, too.
+    """The start time of a process, which differs between processes that had the same id. None if it has ended, too.
 
     Without it, the daemon kills workers immediately.
     """

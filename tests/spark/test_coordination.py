@@ -290,7 +290,7 @@ def test_invalid_arguments_raise_an_error_that_says_what_to_do(cluster, cluster_
         with pytest.raises(stagecrew.errors.OperatorMisused, match="binds a function"):
             operator.bind(3)
         late = operator.map(cluster.range(2), work, "id long")
-    with pytest.raises(stagecrew.errors.TopologyError, match="bind it inside"):
+    with pytest.raises(stagecrew.errors.TopologyError, match="bind the operator while the session runs"):
         operator.map(cluster.range(2), work, "id long")
     with pytest.raises(stagecrew.errors.TopologyError, match="only inside its `with`"):
         topology.coordinate("o", recording)

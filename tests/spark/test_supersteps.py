@@ -264,7 +264,7 @@ def executor_addresses(spark: Any) -> set[str]:
         ),
         (
             lambda steps: steps.reduce(1 if steps.subtask == 0 else [1]),
-            "sum of values that differ: number in subtask 0 and list in subtask 1",
+            "sum cannot combine different values: number in subtask 0 and list in subtask 1",
         ),
     ],
     ids=["less often", "another ready-made reducer", "another function", "another name", "another kind of value"],
@@ -318,7 +318,7 @@ def test_user_functions_with_the_same_name_are_the_same_reducer(cluster):
 def test_a_lambda_without_a_name_fails_the_action(cluster):
     """Reducing with a lambda that has no name raises `OperatorMisused`, and the error asks for a name."""
     with (
-        pytest.raises(Exception, match=r"OperatorMisused: .*<lambda> under its name. Give it one"),
+        pytest.raises(Exception, match=r"OperatorMisused: .*<lambda> cannot be imported by its name. Pass a name"),
         stagecrew.crew(cluster).topology("t") as topology,
     ):
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import signal
 import subprocess
 import sys
@@ -9,7 +11,7 @@ import threading
 
 import pytest
 
-from stagecrew.errors import CommitSuperseded, CommitUnknown, OperatorMisused
+from stagecrew.errors import CommitFailed, CommitSuperseded, CommitUnknown, OperatorMisused
 from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog, commit_log_of
 from stagecrew.operators.commits import commit
 from support.commit_trials import SCHEMA
@@ -103,6 +105,19 @@ def test_an_unreadable_record_fails_the_commit(tmp_path):
     (tmp_path / "log" / "c.json").write_text('{"version": 1')
     with pytest.raises(CommitUnknown, match="record of commit 'c' cannot be read from .*c.json: JSONDecodeError"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
+
+
+def test_a_folder_without_locks_fails_the_commit(tmp_path, monkeypatch):
+    """If the file system of the commit log has no locks, nothing is decided, and the error names the folder."""
+
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    commit_log = FileCommitLog(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(CommitFailed, match=f"could not be written to {tmp_path}.*No locks available"):
+        commit_log.write("c", {"state": "open"}, 0)
+    assert commit_log.read("c") is None
 
 
 def test_the_memory_log_forgets_only_ended_commits():

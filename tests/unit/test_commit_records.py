@@ -28,7 +28,7 @@ from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
 from stagecrew.operators.commit_records import FORMAT, columns_of, read_mark
 from stagecrew.operators.commits import Staging, abandon, commit, resume
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, ParquetSink, read_committed
-from stagecrew.recovery.jobs.commit_log import StoredCommitLog, finish_commits, is_done
+from stagecrew.recovery.jobs.commit_log import StoredCommitLog, finish_commits, is_done, require_readable
 from stagecrew.recovery.jobs.fenced import FencedJobs
 from stagecrew.recovery.jobs.spec import JobSpec
 from stagecrew.recovery.state.handles import StateHandleStore
@@ -446,6 +446,22 @@ def test_a_job_with_a_record_of_an_earlier_version_is_unreadable(tmp_path, caplo
         is_done(handles, "nightly/sink")
     assert (sink.visible, sink.staged) == ({}, {"0" * 32: ["row"]})
     assert {path: path.read_bytes() for path in (tmp_path / "state").rglob("*") if path.is_file()} == stored
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"record": {}}', b"\x80"])
+def test_a_damaged_record_of_a_job_is_unreadable(tmp_path, data):
+    """Bytes that are not a record of a commit are unreadable for every reader, and nothing is deleted."""
+    handles, sink = Handles(tmp_path).handles, MemorySink(str(tmp_path))
+    handles.add("c", data)
+    for call in (
+        lambda: StoredCommitLog(handles, sink).read("c"),
+        lambda: is_done(handles, "c"),
+        lambda: require_readable("c", data),
+        lambda: finish_commits(handles, ending=True),
+    ):
+        with pytest.raises(RecordUnreadable, match="the record of commit 'c' is damaged .*: restore the state storage"):
+            call()
+    assert handles.names() == ["c"]
 
 
 def test_manifests_of_a_later_format_are_refused(tmp_path):

@@ -194,7 +194,9 @@ def test_only_a_failed_open_that_is_not_required_is_logged(required, caplog):
     else:
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
-        assert record.getMessage().startswith("listener 'orders' is switched off here, as it is not required: open of")
+        assert record.getMessage().startswith(
+            "listener 'orders' is switched off in this process, because its open failed and it is not required: open of"
+        )
         assert record.exc_info[1].args == ("no database",)
 
 
@@ -216,7 +218,7 @@ def test_an_open_that_hangs_is_interrupted():
     assert 0.2 <= time.monotonic() - started < 30
     assert str(raised.value) == (
         "open of listener 'orders' (topology 'enrich', executor 7, host localhost) "
-        "took longer than 0.2 s and was interrupted"
+        "took longer than 0.2 s (spark.stagecrew.open.timeout) and was interrupted"
     )
     assert "in hang" in "".join(traceback.format_exception(raised.value))
     assert channel.sent[-1][1]["outcome"] == "timeout"

@@ -146,6 +146,28 @@ def test_a_run_retries_to_read_its_specification(world, driver, jobs, monkeypatc
     assert jobs.read("job-0")[0].state is JobState.SUCCEEDED
 
 
+def test_an_unavailable_storage_does_not_make_a_specification_unreadable(world, driver, jobs, monkeypatch):
+    """While the storage is unavailable, an ending job waits. Its commits are not finished without its files."""
+    jobs.submit(SPEC, "job-0")
+    driver.act()
+    driver.reconciler.processes["job-0"]._exit(75)
+    jobs.cancel("job-0")
+    prepared, prepare = [], driver.prepare
+    driver.prepare = lambda spec, job: (prepared.append(spec), prepare(spec, job))[1]
+
+    def fail(self, reference):
+        raise StateStorageError("slow down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(world.storage), "read", fail)
+        with pytest.raises(StateStorageError, match="slow down"):
+            jobs.spec("job-0")
+        act(world, driver, seconds=60, times=3)
+        assert prepared == []
+    act(world, driver, seconds=60)
+    assert [spec.target for spec in prepared] == [SPEC.target]
+
+
 def test_a_step_is_the_same_after_serialization():
     """A stored step is read as it was written. Bytes of another format, or other bytes, are unreadable."""
     for step in (

@@ -217,7 +217,7 @@ def test_doctor_names_the_features_that_are_lost_on_macos():
     system, *lost = check.found.splitlines()
     assert check.status == "warning"
     assert system.startswith("Darwin ")
-    assert system.endswith(", on which stagecrew was not run")
+    assert system.endswith(", on which stagecrew was not tested")
     assert [re.sub(", so .*", "", sentence) for sentence in lost] == [
         "- the signals that a process handles cannot be read",
         "- the mount table cannot be read",

@@ -284,6 +284,35 @@ def test_a_pool_without_any_thread_refuses_tasks(pool, full):
     assert loop.end(10)
 
 
+@pytest.mark.parametrize("can_start_again", [True, False])
+def test_a_loop_that_had_no_thread_makes_its_calls_at_its_end(pool, full, can_start_again):
+    """`end` makes the calls for which no thread could start. If none can start yet, it returns False."""
+    loop, done = Loop("loop", done_with_error, lambda: None, pool=pool), []
+    full.append(True)
+    loop.call(done.append, 1)
+    if can_start_again:
+        full.clear()
+    assert loop.end(10) is can_start_again
+    assert done == ([1] if can_start_again else [])
+    full.clear()
+    assert loop.end(10)
+    assert done == [1]
+
+
+def test_async_calls_for_which_no_thread_can_start_use_none_of_the_four_places(timers, full):
+    """Each async call for which no thread can start is refused. Afterwards, four calls can run at the same time."""
+    background = AsyncCalls(Pool("async", timers), timers)
+    full.append(True)
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="cannot start one"):
+            background.submit(lambda: None)
+    full.clear()
+    together = threading.Barrier(5)
+    for _ in range(4):
+        background.submit(lambda: together.wait(10))
+    together.wait(10)
+
+
 def done_with_error(error):
     raise error
 

@@ -262,7 +262,7 @@ def test_cancel_can_be_repeated(places):
     with stored_jobs() as jobs:
         assert jobs.is_cancel_requested("one")
     end("one", Result.of_value(None))
-    assert "is already succeeded" in run("cancel", "one").output
+    assert "has already ended (succeeded)" in run("cancel", "one").output
 
 
 def test_one_unreadable_job_does_not_hide_the_others(places):

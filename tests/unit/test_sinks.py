@@ -13,7 +13,7 @@ import pyarrow.dataset
 import pyarrow.fs
 import pytest
 
-from stagecrew.errors import CommitFailed
+from stagecrew.errors import CommitFailed, OperatorMisused
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import Staging, commit
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, ParquetSink, read_committed
@@ -70,6 +70,13 @@ def test_objects_by_any_path(store):
             found = read_committed(where, filesystem)
             assert sorted((row["id"], row["text"]) for row in found.to_table().to_pylist()) == sorted(expected * number)
             assert found.count_rows() == number * len(expected), where
+
+
+@pytest.mark.parametrize("url", ["sqlite://data.db", "sqlite://", "mysql://h/db", "data.db"])
+def test_a_url_that_names_no_database_is_refused(url):
+    """A url that is neither PostgreSQL's nor a path after three slashes is refused when the sink is created."""
+    with pytest.raises(OperatorMisused, match="sqlite:///"):
+        DatabaseSink(url, "t")
 
 
 @pytest.mark.parametrize("mode", ["create", "append"])

@@ -54,7 +54,12 @@ class AsyncCalls:
                 self._waiting.append(f)
                 return
             self._running += 1
-        self._pool.submit(lambda: self._run(f))
+        try:
+            self._pool.submit(lambda: self._run(f))
+        except RuntimeError:  # the process can start no thread
+            with self._lock:
+                self._running -= 1
+            raise
 
     def _run(self, f: Callable[[], None]) -> None:
         try:

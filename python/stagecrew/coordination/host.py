@@ -183,7 +183,10 @@ class Host:
         return min((due for due in deadlines if due is not None), default=None)
 
     def expire(self) -> None:
-        """Fails attempts whose executor did not acknowledge an event in time. Call this only if no frame arrived."""
+        """Fails attempts whose executor did not acknowledge an event in time, and begins evaluations that waited.
+
+        Call this after the frames that have arrived were handled, or after a grace period.
+        """
         if self._beginnings:
             self._begin_waiting()
         if self._liveness.expire():

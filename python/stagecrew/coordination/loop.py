@@ -78,11 +78,17 @@ class Loop:
             if self._is_scheduled:
                 return
             self._is_scheduled = True
+        self._schedule()
+
+    def _schedule(self) -> bool:
+        """Returns whether the enqueued calls will run. If the process can start no thread, the next call tries again."""
         try:
             self._pool.submit(self._run)
-        except RuntimeError:  # the process can start no thread; the next call tries again
+        except RuntimeError:
             with self._lock:
                 self._is_scheduled = False
+            return False
+        return True
 
     @property
     def is_current(self) -> bool:
@@ -93,13 +99,17 @@ class Loop:
         """See `CallsInOrder`. Returns False immediately if called from one of this loop's own calls."""
         with self._lock:
             self._closed = True
-            if not self._is_scheduled:
+            if not self._is_scheduled and not self._calls:
                 return True
             if self.is_current:
                 return False
             waiter = threading.Lock()
             waiter.acquire()
             self._waiters = (*self._waiters, waiter)
+            must_schedule = not self._is_scheduled  # no thread could start for the last call
+            self._is_scheduled = True
+        if must_schedule and not self._schedule():
+            return False
         return waiter.acquire(timeout=max(0.0, seconds))
 
     def _run(self) -> None:

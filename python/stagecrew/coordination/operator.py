@@ -195,7 +195,8 @@ class Operator:
         scope = self._scope
         if not scope.is_active:
             raise TopologyError(
-                f"operator {self.name!r} belongs to {scope!r}, which is not running; bind it inside the `with`"
+                f"operator {self.name!r} belongs to {scope!r}, which is not running: bind the operator while the "
+                "session runs and, for a topology, inside its `with` statement"
             )
         host = scope.host()
         if self._is_transient:

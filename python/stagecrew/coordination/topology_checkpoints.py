@@ -30,7 +30,7 @@ class TopologyCheckpoints:
     ) -> None:
         self._owner, self._table, self._changed, self._lock, self._threads = owner, table, changed, lock, threads
         self._taking = threading.Lock()
-        #: The id of the last checkpoint that was taken or restored.
+        #: The id of the last checkpoint that was begun or restored.
         self.last_id = 0
 
     def take(self, checkpoint_id: int | None, timeout: float, host: Host | None) -> Checkpoint:

@@ -142,7 +142,7 @@ class Demo:
             if "connections" in self._parts:
                 with self._tracked(spark, progress, "Warming up", tasks):
                     self._call(lambda: warm_up(flights, scratch / "warm"))
-                with self._tracked(spark, progress, "Connections: 64 to 2", 3 * tasks):
+                with self._tracked(spark, progress, "Connections", 3 * tasks):
                     found["connections"] = self._call(
                         lambda: compare_connections(spark, database, flights, tasks, scratch / "without", target)
                     )
@@ -176,7 +176,7 @@ class Demo:
             raise
         except Exception as error:
             raise StagecrewError(
-                f"the flights could not be read: {spark_error_line(error).rstrip('.')}. {self._hint}"
+                f"this part of the demo failed: {spark_error_line(error).rstrip('.')}. {self._hint}"
             ) from error
 
     def _progress(self) -> Progress:

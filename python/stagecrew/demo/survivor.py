@@ -166,7 +166,7 @@ def _loaded(target: Path, finished: bool, runs: int) -> Loaded:
 def _started(
     command: Sequence[str], environment: dict[str, str], log: Any, piped: bool = False
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a group of its own. Terminates it at the end."""
+    """Starts a process, and terminates it at the end."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if piped else log, stderr=log,
         env=os.environ | environment,

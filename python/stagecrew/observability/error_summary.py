@@ -49,8 +49,8 @@ def error_line(text: str) -> str:
 
     For a text with a Python traceback, that is the first line of the exception's message. Otherwise it is the first
     line that is not empty. The exception's line follows its last frame, and is indented less. The lines after it may be
-    the rest of the message, notes, or the exceptions of a group; for a group, the result is the group's own line. The
-    shim has the same rule (`Show.errorLine`).
+    the rest of the message, notes, or the exceptions of a group; for a group, the result is the group's own line. For
+    an error without this line, the shim has a simpler rule (`Show.error`).
     """
     lines = text.split("\n")  # not splitlines: messages may have other line separators
     if lines[1:2] == [_CUT]:

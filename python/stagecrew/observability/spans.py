@@ -112,7 +112,7 @@ class SlowestSpans:
             exporter.add(self._make(key, started, ended, outcome))
 
     def close(self) -> None:
-        """Exports the slowest spans. Those that are still running are lost."""
+        """Ends the running spans with the outcome "lost". Then exports the slowest spans."""
         for key in list(self._running):
             self.end(key, "lost")
         with self._lock:

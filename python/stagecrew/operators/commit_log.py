@@ -263,6 +263,8 @@ class FileCommitLog:
                             "commit again"
                         ) from None
                     time.sleep(0.01)
+                except OSError as error:  # such as a file system without locks
+                    raise self._not_written(key, error) from error
             yield
 
 

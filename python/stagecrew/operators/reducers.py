@@ -67,8 +67,8 @@ def reducer_call(reducer: Reducer, name: str | None = None) -> ReducerCall:
     own_name = _checked_name(name) if name is not None else _importable_name(reducer)
     if own_name is None:
         raise OperatorMisused(
-            f"reduce() compares the reducers of all tasks by name, and no module has {_described(reducer)} under its "
-            "name. Give it one, the same in all tasks: reduce(value, function, name='...')"
+            f"reduce() compares the reducers of all tasks by name, and {_described(reducer)} cannot be imported by its "
+            "name. Pass a name that is the same in all tasks: reduce(value, function, name='...')"
         )
     return ReducerCall(own_name, _pickled(reducer))
 
@@ -106,8 +106,8 @@ def _pickled(reducer: Any) -> bytes:
         pickled: bytes = cloudpickle.dumps(reducer)  # type: ignore[no-untyped-call]
     except Exception as error:  # a user's __reduce__ may raise anything
         raise OperatorMisused(
-            f"the driver reduces, and {_described(reducer)} cannot be sent there ({error_text(error)}): "
-            "let it hold only what can be pickled"
+            f"{_described(reducer)} cannot be pickled to send it to the driver, which reduces the values "
+            f"({error_text(error)}): use a function that refers only to objects that can be pickled"
         ) from error
     return pickled
 
@@ -119,9 +119,8 @@ def _require_alike(name: str, values: Mapping[int, Any]) -> None:
     for other in others:
         if found[other] != found[first]:
             raise OperatorFailed(
-                f"{name} of values that differ: {_kind_and_shape(found[first])} in subtask {first} and "
-                f"{_kind_and_shape(found[other])} in subtask {other}. Let all subtasks pass values of one kind and "
-                "shape"
+                f"{name} cannot combine different values: {_kind_and_shape(found[first])} in subtask {first} and "
+                f"{_kind_and_shape(found[other])} in subtask {other}. Pass values of one kind and shape in all subtasks"
             )
 
 
@@ -149,7 +148,8 @@ def _shape(value: Any) -> Any:
 def _sum(values: Sequence[Any]) -> Any:
     """Sums numbers, numpy arrays or Arrow arrays. A sum of booleans is the number of true ones.
 
-    Integers do not overflow silently: scalars become Python's integers, and numpy's arrays get 64 bits.
+    Scalars become Python's integers, which cannot overflow. Numpy's arrays of integers get 64 bits, and can overflow
+    beyond that.
     """
     first = values[0]
     if isinstance(first, pa.Array | pa.ChunkedArray):
@@ -162,7 +162,8 @@ def _sum(values: Sequence[Any]) -> Any:
         return _numpy_sum(values)
     if _kind(first) != "number":
         raise OperatorFailed(
-            f"no sum of {_kind(first)}: numbers, numpy and Arrow arrays have one; use 'concat' or a function"
+            f"cannot sum values of type {_kind(first)}: 'sum' takes numbers, numpy arrays and Arrow arrays; use 'concat' or "
+            "a function"
         )
     if all(_has_kind(value, "biu") for value in values):
         return sum(map(int, values))
@@ -266,8 +267,8 @@ def _concat(values: Sequence[Any]) -> Any:
     if isinstance(first, list | tuple):
         return functools.reduce(_add, values)
     raise OperatorFailed(
-        f"no concatenation of {_kind(first)}: lists, tuples, text, bytes, numpy and Arrow arrays have one; use a "
-        "function"
+        f"cannot concatenate values of type {_kind(first)}: 'concat' takes lists, tuples, text, bytes, numpy arrays, and "
+        "Arrow arrays, record batches and tables; use a function"
     )
 
 

@@ -43,7 +43,7 @@ class SplitProgress:
         self._reading.pop(evaluation.id, None)
 
     def values(self, assigned: int, left: int | None, now: float) -> dict[str, Any]:
-        """The values to show. The number of splits left, the slowest split and uneven tasks only if there are any."""
+        """The values to show. The number of splits left, the slowest split and uneven tasks are included if known."""
         done = sum(self._done_counts.values())
         optional = {
             "splits left": left,

@@ -108,7 +108,7 @@ class SuperstepCoordinator(Coordinator):
         self, attempt: _StageAttempt, evaluation: Evaluation, step: int, members: int, call: tuple[Any, ...], value: Any
     ) -> Future[Packed]:
         if members < attempt.group.subtasks:
-            # After a loss, Spark reruns only the tasks whose output is lost (G23). If one of them fails, it reruns all.
+            # After a loss, Spark reruns only the tasks whose output is lost. If one of them fails, it reruns all.
             raise OperatorFailed(
                 f"operator {self.context.operator!r}: Spark runs {members} of {attempt.group.subtasks} tasks of stage "
                 f"{evaluation.stage} again, which cannot go on without the others; this attempt fails so that all run "

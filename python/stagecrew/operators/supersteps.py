@@ -70,7 +70,7 @@ def run_supersteps(
     result = cast(StructType, StructType.fromDDL(schema)) if isinstance(schema, str) else schema
     shuffled = StructType([*result.fields, StructField(_SUBTASK, LongType())])
     # The shuffle makes the tasks a map stage. If one fails, Spark runs the stage again instead of failing the job, and
-    # an action that reads only some rows reads them from tasks that all ran (G5).
+    # an action that reads only some rows reads them from tasks that all ran.
     return dataset.mapInArrow(evaluate_subtask, shuffled, barrier=True).repartition(_SUBTASK).drop(_SUBTASK)
 
 

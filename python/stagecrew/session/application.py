@@ -52,6 +52,9 @@ class Application:
             self.operators.close("the session did not start")
             raise
 
+    def __repr__(self) -> str:
+        return "the application"
+
     @property
     def is_active(self) -> bool:
         """Whether the session is running."""

@@ -158,7 +158,7 @@ class PluginConnection:
         """The report of the topology with this id, or None if the driver does not know it, or no longer knows it."""
         return _only_report(self.facade.report(topology))
 
-    # -- Only for the UI: failures are suppressed
+    # -- For the UI, where failures are suppressed, and for tracing
 
     def send_last_statistics(self, operators: Operators) -> None:
         """Sends the final statistics of a topology's coordinators. Call it before the topology ends."""

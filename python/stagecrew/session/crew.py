@@ -239,7 +239,8 @@ class Crew:
             The states.
 
         Raises:
-            CheckpointFailed: A coordinator declined.
+            CheckpointFailed: The id is not larger than the last one, or a coordinator declined, returned an invalid
+                state or was reset.
             CheckpointTimeout: A state or an acknowledgement did not arrive in time.
             CoordinatorFailed: A coordinator has failed.
             NotActive: The session has stopped.

@@ -114,7 +114,7 @@ class TopologyOperators(TopologyNode):
             The DataFrame. It is lazy, like every DataFrame.
 
         Raises:
-            OperatorMisused: An argument is wrong, or the name is taken.
+            OperatorMisused: An argument is wrong.
             TopologyError: The topology is not active.
             NotActive: The session has stopped.
 
@@ -161,7 +161,7 @@ class TopologyOperators(TopologyNode):
             The DataFrame. It adds a shuffle, which keeps the rows of a subtask together and in order.
 
         Raises:
-            OperatorMisused: An argument is wrong, or the name is taken.
+            OperatorMisused: An argument is wrong.
             TopologyError: The topology is not active.
             NotActive: The session has stopped.
 
@@ -225,7 +225,8 @@ class TopologyOperators(TopologyNode):
             commit.
 
         Raises:
-            CommitFailed: No row is visible, and nothing that was staged is left.
+            CommitFailed: This call committed nothing, and deleted what it staged. If it is a `CommitSuperseded`, another
+                driver continues the commit.
             CommitPending: The commit is decided, but could not be finished yet. Commit with the same id again.
             CommitUnknown: The outcome of a write to the log is unknown. Commit with the same id again.
             RecordUnreadable: Another version of stagecrew wrote the record of this commit.
@@ -333,8 +334,10 @@ class TopologyOperators(TopologyNode):
             The states. Store them with `Checkpoint.to_bytes`.
 
         Raises:
-            CheckpointFailed: A coordinator declined. All coordinators get `checkpoint_aborted`.
+            CheckpointFailed: The id is not larger than the last one, or a coordinator declined, returned an invalid
+                state or was reset. The coordinators that were asked get `checkpoint_aborted`.
             CheckpointTimeout: A state or an acknowledgement did not arrive in time. All get `checkpoint_aborted`.
+            CoordinatorFailed: A coordinator has failed.
             TopologyError: The topology is not active.
             NotActive: The session has stopped.
 
@@ -347,8 +350,9 @@ class TopologyOperators(TopologyNode):
         return self.operators.checkpoint(checkpoint_id, timeout)
 
     def reset(self, checkpoint: Checkpoint | None = None) -> None:
-        """Replaces all coordinators with new instances, which are restored or have no state. Does not wait for them.
+        """Replaces all coordinators with new instances, which are restored or have no state.
 
+        It does not wait until they have started. If tasks are reading splits, it waits up to 2 s for them to end.
         Each current instance closes first. An evaluation that began before the reset gets no more replies and cannot
         succeed: its attempt fails, and Spark runs the task again.
 
@@ -360,6 +364,7 @@ class TopologyOperators(TopologyNode):
             checkpoint: The states to restore. By default the new coordinators have no state.
 
         Raises:
+            CoordinatorFailed: A coordinator has failed.
             TopologyError: The topology is not active.
             NotActive: The session has stopped.
 

@@ -52,8 +52,8 @@ class Channel:
     def connect(cls, address_file: str, role: str) -> Channel:
         """Connects to the JVM with this address file, and identifies this process.
 
-        The JVM may drop the connection when strangers open very many. Then this tries again, within the channel's
-        timeout.
+        The JVM may drop the connection if unidentified clients open very many. Then this tries again, within the
+        channel's timeout.
 
         Raises `ChannelError` if the JVM cannot be reached, is not the one that wrote the address file, or refuses the
         process.

@@ -41,7 +41,7 @@ def import_listener(target: str, where: str = "on this executor") -> Listener:
     except Exception as error:
         raise ListenerError(
             f"{target!r} in spark.stagecrew.listeners cannot be imported {where}: {error_text(error)}. "
-            f"Ship the module to the executors, for example with --py-files."
+            f"Check the name. If the module is missing there, add it, for example with --py-files."
         ) from error
     if not isinstance(found, Listener):
         raise ListenerError(

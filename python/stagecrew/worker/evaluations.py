@@ -33,7 +33,7 @@ def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
     if not address_file:
         raise OperatorMisused(
             f"a function bound to operator {bound.operator!r} ran outside of topology {bound.topology!r}: run the "
-            f"action inside its `with` statement, because a lazy dataset has no coordinator later. If the dataset's "
+            f"action inside its `with` statement, because the coordinator ends with the topology. If the dataset's "
             f"stored partitions were released with the topology, call `topology.keep(dataset)` inside it to keep them"
         )
     connection = connected(address_file)

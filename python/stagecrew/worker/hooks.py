@@ -72,7 +72,7 @@ class CalledHooks:
             error.add_note(f"raised by {self._what('open', topology, registered)}")
             if not registered.required and isinstance(error, Exception):
                 _log.warning(
-                    "listener %r is switched off here, as it is not required: %s",
+                    "listener %r is switched off in this process, because its open failed and it is not required: %s",
                     registered.name,
                     self._what("open", topology, registered),
                     exc_info=True,
@@ -133,16 +133,18 @@ class CalledHooks:
         self._tell("HOOK", topology=topology.id, listener=registered.index, hook=hook, timeout=int(seconds * 1000))
         started = time.monotonic()
         try:
-            self._call_with_timeout(seconds, what, call)
+            self._call_with_timeout(seconds, hook, what, call)
         except BaseException as error:
             outcome = "timeout" if isinstance(error, HookTimeout) else "failed"
             self._done(hook, topology, registered, outcome, started, error)
             raise
         self._done(hook, topology, registered, "ok", started, None)
 
-    def _call_with_timeout(self, seconds: float, what: str, call: Callable[[], None]) -> None:
+    def _call_with_timeout(self, seconds: float, hook: str, what: str, call: Callable[[], None]) -> None:
         def interrupt(_signal: int, _frame: FrameType | None) -> None:
-            raise HookTimeout(f"{what} took longer than {seconds:g} s and was interrupted")
+            raise HookTimeout(
+                f"{what} took longer than {seconds:g} s (spark.stagecrew.{hook}.timeout) and was interrupted"
+            )
 
         before = signal.getsignal(signal.SIGALRM)
         remaining = interval = 0.0

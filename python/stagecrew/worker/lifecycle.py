@@ -243,8 +243,8 @@ class Lifecycle:
     def find(self, identity: Identity) -> Any:
         """The opened value of a listener of the current task's topologies.
 
-        The same listener is preferred, then one that the configuration registers under the same name, then one that
-        only has the same code (two functions with one name). Among these, the innermost is preferred.
+        The same listener is preferred, then one that the configuration registers under the same name, then one with
+        the same factory and arguments. Among these, the innermost is preferred.
 
         Raises:
             NotRegisteredError: No such listener is registered in these topologies.

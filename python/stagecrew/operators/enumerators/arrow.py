@@ -92,7 +92,7 @@ class _ArrowFiles:
             if names and not set(names) & set(self._arrow_schema.names):
                 raise OperatorFailed(
                     f"{path} has none of the columns of {self._described()}, {', '.join(self._arrow_schema.names)}: it "
-                    f"has {', '.join(names)}. Does it have a header, and the default delimiter?"
+                    f"has {', '.join(names)}. Leave it out, or name its columns. A CSV file needs a header and commas"
                 )
             yield from fragment.to_batches(schema=self._arrow_schema)
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:

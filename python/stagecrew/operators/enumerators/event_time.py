@@ -42,7 +42,7 @@ class EventTimeSplits:
         >>> list(merged.splits())
         [('a', 1), ('b', 2), ('b', 3), ('a', 5)]
 
-    Not promised: without `idle_after`, an end of the wait for a task that hangs while it reads. It holds back all other
+    Not promised: that the wait for a hanging task ends, unless `idle_after` is set. Such a task holds back all other
     tasks forever, and `waits_for` in the topology's report shows this. Set `idle_after`, or use a timeout in `read`.
 
     Source: Flink's watermark alignment (FLIP-182).

@@ -66,10 +66,14 @@ class DatabaseSink:
     """
 
     def __init__(self, url: str, table: str) -> None:
-        scheme, separator, _ = url.partition("://")
+        scheme, separator, path = url.partition("://")
         if not separator or scheme not in ("sqlite", "postgresql", "postgres"):
             raise OperatorMisused(
                 f"a database is sqlite:///file or postgresql://..., not {scheme if separator else 'a url without ://'}"
+            )
+        if scheme == "sqlite" and not path.startswith("/"):
+            raise OperatorMisused(
+                "the url of a SQLite database has three or four slashes: sqlite:///relative.db, or sqlite:////absolute.db"
             )
         dialect: Dialect = Sqlite(url) if scheme == "sqlite" else Postgres(url, table)
         if not re.fullmatch(r"\w+(\.\w+)?", table):
@@ -208,7 +212,10 @@ class DatabaseSink:
                 raise _RowsSkippedError(
                     f"it added {added} of {rows} rows without an error. Look for a trigger or a rule"
                 )
-            raise CommitFailed(f"{rows} rows were staged for table {self._table}, and {staged} of them are there")
+            raise CommitFailed(
+                f"{rows} rows were staged for table {self._table}, but its staging table has {staged} of them: find out "
+                "what else changes the staging table"
+            )
 
     def done(self, commit_id: str) -> bool:
         """See `Committer.done`."""

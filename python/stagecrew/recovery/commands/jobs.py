@@ -130,7 +130,7 @@ def cancel(store: str, state: str, as_json: bool, id_: str) -> None:
     if as_json:
         click.echo(json.dumps({"id": id_, "state": str(found), "requested": not found.is_terminal}))
     elif found.is_terminal:
-        say(f"job {id_} is already {found}")
+        say(f"job {id_} has already ended ({found})")
     else:
         say(f"job {id_} was {found}; the leader will end it")
 

@@ -15,6 +15,7 @@ from stagecrew.errors import (
     CommitUnknown,
     LeadershipLost,
     PossiblyInconsistentError,
+    RecordUnreadable,
     RecoveryError,
     SessionLost,
     StoreConflict,
@@ -56,7 +57,7 @@ class StoredCommitLog:
             return None
         except RecoveryError as error:
             raise CommitUnknown(f"the record of commit {key!r} cannot be read: {error}") from error
-        return state.version + 1, json.loads(state.data)["record"]
+        return state.version + 1, _parse(key, state.data)[0]
 
     def write(self, key: str, record: Record, version: int) -> int:
         """See `CommitLog`."""
@@ -78,8 +79,8 @@ class StoredCommitLog:
             if current == (version + 1, record):
                 return version + 1  # this driver's earlier write, whose outcome was unknown
             raise CommitSuperseded(
-                f"another driver has taken over commit {key!r}: that driver continues it, and this one changes "
-                f"nothing ({error})"
+                f"this driver can no longer write the record of commit {key!r}, and changes nothing ({error}). Another "
+                "driver has taken over the commit, or will"
             ) from error
         except PossiblyInconsistentError as error:
             raise CommitUnknown(f"it is unknown whether the record of commit {key!r} was written: {error}") from error
@@ -100,8 +101,19 @@ def require_readable(name: str, data: bytes) -> None:
 
 def _decode(name: str, data: bytes) -> tuple[Record, str]:
     """Returns the record of a commit, and its encoded sink."""
-    stored: dict[str, Any] = json.loads(data)
-    return checked(name, stored.get("record")), stored["sink"]
+    record, pickled = _parse(name, data)
+    return checked(name, record), pickled
+
+
+def _parse(name: str, data: bytes) -> tuple[Any, str]:
+    """Returns the record of a commit, without checking it, and its encoded sink. Raises `RecordUnreadable`."""
+    try:
+        stored = json.loads(data)
+        return stored["record"], stored["sink"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordUnreadable(
+            f"the record of commit {name!r} is damaged ({error_text(error)}): restore the state storage from a backup"
+        ) from error
 
 
 def finish_commits(handles: StateHandleStore, ending: bool, retry_timeout: float = 0.0) -> None:

@@ -87,7 +87,7 @@ class FencedJobs(Jobs):
         """Restores the record from before `start_run`, because no process could be started for the run.
 
         The claim is renewed, so that a process that was started after all cannot claim the run. Raises `StoreConflict`
-        if it has already claimed it.
+        if that process has already claimed it.
         """
         key = job_key(run.job)
         _, version = self.read(run.job)

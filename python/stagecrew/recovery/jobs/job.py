@@ -375,7 +375,7 @@ class Job:
         elif stored_ids:
             raise JobError(
                 f"batch {batch_id} of {parent!r} does not follow the last stored batch, {max(stored_ids)}: restore the "
-                "query's previous checkpoint location, or submit it as another job"
+                "query's previous checkpoint location, or submit the program as another job"
             )
         elif parent in self._initial_states:
             self._states.restore(path_key(place), place, self._initial_states[parent])

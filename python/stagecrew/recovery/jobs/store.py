@@ -26,7 +26,7 @@ from stagecrew.recovery.jobs.record import JobRecord, JobState
 from stagecrew.recovery.jobs.result import Result
 from stagecrew.recovery.jobs.spec import JobSpec
 from stagecrew.recovery.leadership.fencing import LeaderInfo, leader_of
-from stagecrew.recovery.retry import retry_if_none, retry_on, retry_until
+from stagecrew.recovery.retry import is_transient, retry_if_none, retry_on, retry_until
 from stagecrew.recovery.state.handles import HandleExists, StateHandleStore
 from stagecrew.recovery.state.sweep import SweepReport, sweep
 from stagecrew.recovery.stores.contract import Create, Store, decode_segment
@@ -230,12 +230,16 @@ class Jobs:
             The specification.
 
         Raises:
-            RecordUnreadable: The specification cannot be read. Nothing is deleted.
+            RecordUnreadable: The specification is damaged or missing. Nothing is deleted.
+            StoreError: The store is unavailable.
+            StateStorageError: The state storage is unavailable.
         """
         try:
             description = f"job {job!r} waits to read its specification"
             return JobSpec.from_bytes(retry_until(lambda: self._specs.get(job), description, retry_timeout).data)
         except StagecrewError as error:
+            if is_transient(error):
+                raise
             raise RecordUnreadable(f"the specification of job {job!r} cannot be read: {error}") from error
 
     def result(self, job: str) -> Result | None:
@@ -284,7 +288,7 @@ class Jobs:
             job: The id of the job.
 
         Returns:
-            `host`, `pid`, `term` and `run` of the process, or None if no process runs the job.
+            `host`, `pid`, `term`, `run` and, if it is known, `ui` of the process, or None if no process runs the job.
 
         Raises:
             StoreError: The store is unavailable.

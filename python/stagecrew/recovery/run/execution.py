@@ -73,7 +73,7 @@ def execute_run(
     Sinks, the storage and the store are retried for `retry_timeout` seconds.
     """
     run, jobs = claimed.run, claimed.jobs
-    record, version = retry_until(lambda: jobs.read(run.job), f"run {run} waits to read its job", retry_timeout)
+    record, version = retry_until(lambda: jobs.read(run.job), f"run {run.number} of job {run.job!r} waits to read its job", retry_timeout)
     # A process that only finishes commits gives up early: the leader starts it again after a pause, and other jobs can
     # run in the meantime. A normal run that gives up is lost and counts as one of the job's runs, so it retries for the
     # full `retry_timeout`.
@@ -148,8 +148,9 @@ def call_job(spec: JobSpec, folder: Path) -> Any:
 def infrastructure_error(error: BaseException) -> str | None:
     """Returns why an error is not the job's fault, or None if it is.
 
-    It is not the job's fault if the store, the storage, a commit's sink or the JVM failed, or if a checkpoint timed
-    out, even if the job's code has wrapped the error. A checkpoint that a coordinator declined is the job's fault.
+    It is not the job's fault if the store, the storage or the JVM failed, if a decided commit could not be applied, if
+    another driver took over a commit, or if a checkpoint timed out, even if the job's code has wrapped the error. It is
+    the job's fault if a sink fails before the commit is decided, or if a coordinator declines a checkpoint.
     """
     for cause in with_causes(error):
         if isinstance(cause, _INFRASTRUCTURE_ERRORS):

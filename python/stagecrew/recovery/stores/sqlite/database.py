@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sqlite3
 import tempfile
@@ -37,8 +38,8 @@ _SCHEMA: Final = (
 _ANY_TABLE: Final = "SELECT 1 FROM sqlite_master LIMIT 1"
 #: How often a new connection tries to switch to the write-ahead log while another connection does the same, in seconds.
 _BUSY_PAUSE: Final = 0.01
-#: Operating system errors that do not go away by themselves: EACCES, ENOSPC, EROFS, EDQUOT.
-_REFUSED_ERRNOS: Final = frozenset({13, 28, 30, 122})
+#: Operating system errors that do not go away by themselves.
+_REFUSED_ERRNOS: Final = frozenset({errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EDQUOT})
 
 
 class Database:

@@ -63,7 +63,7 @@ class ZooKeeperStore:
     ) -> None:
         """`hosts` is `host:port,host2:port`. The store creates `chroot` if it does not exist.
 
-        `timeout` is after how many seconds of silence a session ends. The servers limit it: see the property.
+        A session ends after `timeout` seconds of silence. The servers limit this time: see the property `timeout`.
         `credentials` is `user:password`. `call_timeout` is how many seconds a call waits for connections and responses;
         by default, `timeout`.
         """
@@ -384,7 +384,7 @@ class ZooKeeperStore:
             client = "these credentials" if self._credentials else "clients without credentials"
             return StoreRefused(
                 f"{self._where} does not accept {client}: nothing was changed; set STAGECREW_STORE_CREDENTIALS to the "
-                f"user:password of the user who created it"
+                f"user:password of the user that created the store"
             )
         return StoreRefused(
             f"{self._where} refused the request ({type(error).__name__}): nothing was changed; see the log of the "

@@ -10,7 +10,7 @@ import org.scalatest.funsuite.AnyFunSuite
 import scala.jdk.CollectionConverters._
 import stagecrew.{TopologyContext, TopologyListener}
 import org.apache.spark.stagecrew.executor.{ExecutorCrew, Ledger, ListenerCounts}
-import org.apache.spark.stagecrew.listeners.{JvmListeners, OpenFailedException, ListenerContext}
+import org.apache.spark.stagecrew.listeners.{JvmListeners, HookFailedException, ListenerContext}
 import org.apache.spark.stagecrew.wire.Entry
 
 object JvmListenersSuite {
@@ -123,7 +123,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
 
   test("after a failed open, the failed and the opened listeners close in reverse, and no others open") {
     val three = listeners(classOf[A], classOf[FailingOpen], classOf[C])
-    val failed = intercept[OpenFailedException](three.open())
+    val failed = intercept[HookFailedException](three.open())
     assert(failed.listener == "FailingOpen" && failed.getCause.getMessage == "no pool")
     Seq("FailingOpen", "enrich", "7", "host", "no pool").foreach(part => assert(failed.getMessage.contains(part)))
     assert(recordedCalls == Seq("open a", "open failing", "close failing", "close a"))
@@ -142,7 +142,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
 
   test("a hanging open is interrupted at its timeout, its listener is closed, and the error names the listener") {
     val hanging = listeners(classOf[A], classOf[Hanging])
-    val failed = intercept[OpenFailedException](hanging.open())
+    val failed = intercept[HookFailedException](hanging.open())
     assert(failed.getMessage.contains("Hanging") && failed.getMessage.contains("1000 ms"))
     assert(interrupted.await(5, TimeUnit.SECONDS))
     assert(recordedCalls == Seq("open a", "close hanging", "close a"))
@@ -151,7 +151,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
 
   test("a hanging constructor is interrupted at the timeout of open, and the opened listeners close") {
     val hanging = listeners(classOf[A], classOf[HangingConstructor])
-    val failed = intercept[OpenFailedException](hanging.open())
+    val failed = intercept[HookFailedException](hanging.open())
     Seq("the constructor of listener HangingConstructor", "1000 ms").foreach(part =>
       assert(failed.getMessage.contains(part)))
     assert(interrupted.await(5, TimeUnit.SECONDS))
@@ -171,7 +171,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
       override def isTerminated: Boolean = own.isTerminated
       override def awaitTermination(time: Long, unit: TimeUnit): Boolean = own.awaitTermination(time, unit)
     }
-    val failed = intercept[OpenFailedException](listeners(limited, classOf[A], classOf[B]).open())
+    val failed = intercept[HookFailedException](listeners(limited, classOf[A], classOf[B]).open())
     assert(failed.getMessage.contains("open of listener B") && failed.getMessage.contains("unable to create"))
     assert(recordedCalls == Seq("open a", "close b", "close a"))
     own.shutdown()
@@ -198,7 +198,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
   test("the duration of a failed or interrupted hook is in the sums and in the timeline") {
     val timed = scala.collection.mutable.Map.empty[String, Long]
     ledger.onDuration = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
-    intercept[OpenFailedException](listeners(classOf[A], classOf[Hanging]).open())
+    intercept[HookFailedException](listeners(classOf[A], classOf[Hanging]).open())
     assert(counts(1).openMicros >= 1000000)
     assert(timed("open") == counts(0).openMicros + counts(1).openMicros &&
       timed("close") == counts(0).closeMicros + counts(1).closeMicros)
@@ -211,7 +211,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
   test("after a failed `decorate`, the earlier decorations are left, and the error names the listener") {
     val three = listeners(classOf[A], classOf[FailingDecorate], classOf[C])
     three.open()
-    val failed = intercept[OpenFailedException](three.decorate(null))
+    val failed = intercept[HookFailedException](three.decorate(null))
     assert(failed.listener == "FailingDecorate" && failed.getMessage.contains("no scope"))
     assert(recordedCalls.drop(3) == Seq("enter a", "leave a"))
     assert(counts(1).failures == 1)
@@ -236,7 +236,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
   test("a class that is missing, is not a listener, or needs arguments is rejected by name, with the remedy") {
     Seq(classOf[NoListener].getName, classOf[NoConstructor].getName, "no.such.Listener").foreach { name =>
       val entry = Entry(0, "jvm", name, name, Some("jvm"), Some("application"), required = true, None)
-      val failed = intercept[OpenFailedException](
+      val failed = intercept[HookFailedException](
         new JvmListeners(Vector(entry), context, settings, ledger, pool).open())
       assert(failed.getMessage.contains(name) && failed.getMessage.contains("public constructor"))
     }
@@ -248,13 +248,13 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     entries.close()
     calls.clear()
     val two = listeners(classOf[A], classOf[NoListener])
-    intercept[OpenFailedException](two.open())
+    intercept[HookFailedException](two.open())
     assert(recordedCalls == Seq("open a", "close a"))
   }
 
   test("the text of a listener's exception is limited") {
     val one = listeners(classOf[LongError])
-    intercept[OpenFailedException](one.open())
+    intercept[HookFailedException](one.open())
     assert(counts(0).lastError.length == ListenerCounts.ErrorLength &&
       counts(0).lastError.startsWith("java.lang.IllegalStateException: xx"))
   }

@@ -89,7 +89,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
 
   def begin(description: Description): Unit = call {
     if (description.parent.exists(parent => !topologies.get(parent).exists(_.state == "active")))
-      throw new IllegalStateException(s"topology '${description.name}' cannot begin inside one that has ended")
+      throw new IllegalStateException("the topology around it has ended: begin it outside of that topology")
     add(description, NamedKind)
   }
 
@@ -341,7 +341,11 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
 
   private def call[T](f: => T): T = {
     val task = loop.submit((() => f): Callable[T])
-    try task.get(60, TimeUnit.SECONDS) catch { case failed: ExecutionException => throw failed.getCause }
+    try task.get(CallSeconds, TimeUnit.SECONDS) catch {
+      case failed: ExecutionException => throw failed.getCause
+      case _: TimeoutException =>
+        throw new TimeoutException(s"stagecrew's thread in the driver's JVM has been busy for $CallSeconds s")
+    }
   }
 }
 
@@ -350,6 +354,9 @@ object DriverCrew {
 
   /** How long outputs may still arrive at other executors after a decommissioned executor was last seen. */
   private val LeavingNanos = 60L * 1000 * 1000 * 1000
+
+  /** The maximum time that a call waits for the loop. */
+  private val CallSeconds = 60L
 
   /** The maximum time that `activity` waits for the listener bus. */
   private val FlushTimeoutMs = 1000L

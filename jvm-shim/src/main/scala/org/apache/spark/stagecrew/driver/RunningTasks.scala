@@ -36,7 +36,7 @@ private[stagecrew] final class RunningTasks(limit: Int = RunningTasks.Limit) ext
     tasks.values.removeIf(_._2.executor == event.executorId); ()
   }
 
-  /** The running tasks by the id of their topology, those that began first first. */
+  /** The running tasks by the id of their topology, earliest first. */
   def byTopology: VectorMap[String, Vector[Span]] =
     tasks.values.asScala.toVector.flatMap { case (stage, span) => Option(topologyOfStage.get(stage)).map(_ -> span) }
       .groupMap(_._1)(_._2).view.mapValues(_.sortBy(_.started)).to(VectorMap)

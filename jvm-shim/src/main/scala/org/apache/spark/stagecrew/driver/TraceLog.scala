@@ -67,7 +67,8 @@ private[stagecrew] final class TraceLog(limit: Int = TraceLog.Limit) extends Spa
       Show.first(error, TraceLog.ErrorLength), task.taskId, event.stageId, event.stageAttemptId, task.partitionId))
   }
 
-  /** The ends of a stage's last tasks may arrive after the end of the stage, so older stages are forgotten. */
+  /** The ends of a stage's last tasks may arrive after the end of the stage, so only much older stages are forgotten.
+    */
   override def onStageCompleted(event: SparkListenerStageCompleted): Unit =
     if (topologyOfStage.size > TraceLog.Stages) {
       topologyOfStage.keySet.removeIf(_._1 < event.stageInfo.stageId - TraceLog.Stages / 2); ()

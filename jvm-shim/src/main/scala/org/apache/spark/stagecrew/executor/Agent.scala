@@ -8,7 +8,7 @@ import org.apache.spark.SparkFiles
 import spark._, wire._
 
 /** The agent's reply for the listeners of one topology. Workers decode `body` and `values`: `values` are the pickled
-  * values that the executor-scoped listeners returned from `open`. */
+  * values that `get()` returns for the executor-scoped listeners. */
 final case class Opened(listeners: Vector[Opened.Listener] = Vector.empty, error: Option[String] = None)(
     val body: String = "", val values: Vector[Array[Byte]] = Vector.empty)
 

@@ -150,8 +150,8 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
 
   private def listenerFailed(task: TaskContext, failed: OpenFailure): Unit = {
     val error = failed.getCause match {
-      case error: AgentOpenFailedException => error.getMessage
-      case open: OpenFailedException => s"${open.getMessage}\n${TaskRejection.trace(open.getCause)}"
+      case error: AgentHookFailedException => error.getMessage
+      case open: HookFailedException => s"${open.getMessage}\n${TaskRejection.trace(open.getCause)}"
       case other => TaskRejection.trace(other)
     }
     reject(task, failed.description.id, failed.listener,
@@ -229,6 +229,6 @@ object TaskAttempts {
 
   private final class HookTimeoutException(text: String) extends Exception(text)
   private final class OpenFailure(val description: Description, cause: Throwable) extends Exception(cause) {
-    def listener: String = cause match { case failed: OpenFailedException => failed.listener; case _ => "" }
+    def listener: String = cause match { case failed: HookFailedException => failed.listener; case _ => "" }
   }
 }

@@ -13,7 +13,7 @@ final case class ListenerContext(
     configuration: JMap[String, String]) extends TopologyContext
 
 /** A hook of a JVM listener failed or timed out, or the listener could not be created. */
-final class OpenFailedException(val listener: String, message: String, cause: Throwable)
+final class HookFailedException(val listener: String, message: String, cause: Throwable)
   extends Exception(message, cause)
 
 /** The JVM listeners of one topology on one executor. They open in order. `open` and `close` run in `pool`, with a
@@ -23,7 +23,7 @@ final class JvmListeners(
 
   private var opened = Vector.empty[(Entry, TopologyListener)]
 
-  /** Opens all listeners. If one fails, closes those that were opened, and throws `OpenFailedException`. A listener's
+  /** Opens all listeners. If one fails, closes those that were opened, and throws `HookFailedException`. A listener's
     * constructor has the same timeout as its `open`. */
   def open(): Unit = try {
     entries.foreach { entry =>
@@ -34,7 +34,7 @@ final class JvmListeners(
       callHook(entry, "open", settings.openTimeoutMs)(listener.open(context))
     }
   } catch {
-    case failed: OpenFailedException => // or the listener could not be created: the previous ones are open
+    case failed: HookFailedException => // or the listener could not be created: the previous ones are open
       close()
       throw failed
   }
@@ -48,7 +48,7 @@ final class JvmListeners(
         case error: Throwable =>
           leave(scopes)
           recordFailure(entry, error)
-          throw new OpenFailedException(entry.name,
+          throw new HookFailedException(entry.name,
             s"decorate of ${labelOf(entry)} failed: ${TaskRejection.text(error)}", error)
       }
     }
@@ -70,7 +70,7 @@ final class JvmListeners(
     opened = Vector.empty
     closing.foreach { case (entry, listener) =>
       try callHook(entry, "close", settings.closeTimeoutMs)(listener.close(context))
-      catch { case error: OpenFailedException => Log.log.warn(error.getMessage, error.getCause) }
+      catch { case error: HookFailedException => Log.log.warn(error.getMessage, error.getCause) }
       finally count(entry)(c => c.copy(closes = c.closes + 1)) // the listener counts as open until its close returns
     }
   }
@@ -93,7 +93,7 @@ final class JvmListeners(
     }
   }
 
-  /** Runs a call in the pool. Records its failure, and throws `OpenFailedException`. */
+  /** Runs a call in the pool. Records its failure, and throws `HookFailedException`. */
   private def within[T](entry: Entry, hook: String, timeoutMs: Long, hint: String = "")(f: => T): T = {
     var running = Option.empty[Future[T]]
     try {
@@ -104,12 +104,14 @@ final class JvmListeners(
         running.foreach(_.cancel(true))
         val (message, cause) = error match {
           case failed: ExecutionException => s"failed: ${TaskRejection.text(failed.getCause)}$hint" -> failed.getCause
-          case _: TimeoutException => s"took longer than $timeoutMs ms and was interrupted" -> error
+          case _: TimeoutException =>
+            val key = s"spark.stagecrew.${if (hook == "close") "close" else "open"}.timeout"
+            s"took longer than $timeoutMs ms ($key) and was interrupted" -> error
           case _: InterruptedException => "was interrupted" -> error
           case _ => s"could not start: ${TaskRejection.text(error)}" -> error
         }
         recordFailure(entry, cause)
-        throw new OpenFailedException(entry.name, s"$hook of ${labelOf(entry)} $message", cause)
+        throw new HookFailedException(entry.name, s"$hook of ${labelOf(entry)} $message", cause)
     }
   }
 

@@ -73,7 +73,7 @@ private[stagecrew] object Hints {
     Option.when(failed > 0)(s"${count(failed, "partition")} could not be deleted. The logs of the executors say why.")
   }
 
-  /** Topologies that began with `start` and have no running task. */
+  /** Named topologies that are active, and had no running task for `ForgottenMs`. */
   def forgotten(model: PageModel): Option[String] = {
     val open = model.snapshot.topologies.filter(t => t.kind == DriverCrew.NamedKind && t.state == "active" &&
       !model.snapshot.running.contains(t.id) && model.now - math.max(t.started, lastTask(t)) >= ForgottenMs)

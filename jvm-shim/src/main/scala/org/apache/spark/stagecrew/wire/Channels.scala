@@ -99,7 +99,8 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
       case _: EOFException => None // the client closed the connection
       case NonFatal(error) =>
         // If this side closed the connection, the exception has no message.
-        val reason = Option(error.getMessage).getOrElse("its proof was late, or there were too many strangers")
+        val reason = Option(error.getMessage).getOrElse(
+          "it did not prove in time that it knows the token, or there were too many such connections")
         if (!closed) warnings.warn(s"a connection to the channel of $owner was refused: $reason")
         None
     }
@@ -132,7 +133,8 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
       handshake.check(hello)
       val link = new Link(connection, hello, reader)
       if (hello.text("version") != version) {
-        link.send("REFUSED", s"this process has stagecrew ${hello.text("version")}, but $owner has $version")
+        link.send("REFUSED", s"this process has stagecrew ${hello.text("version")}, but $owner has $version: " +
+          "use the same version on both sides")
         None
       } else if (strangers.synchronized(strangers.remove(number)).isEmpty) None // it was closed meanwhile
       else {
