@@ -138,7 +138,9 @@ def test_lost_staged_rows_make_the_commit_pending(tmp_path):
             database.commit()
         return messages
 
-    with pytest.raises(CommitPending, match="10 rows were staged for table target, but its staging table has 9 of them"):
+    with pytest.raises(
+        CommitPending, match="10 rows were staged for table target, but its staging table has 9 of them"
+    ):
         commit(sink, trial.commit_log, "c", SCHEMA, run_and_lose_a_row, sleep=lambda _: None)
     assert trial.visible() == []
 

@@ -436,7 +436,9 @@ def test_an_unnamed_lambda_fails_its_task_before_it_sends_anything():
     with harness_of() as harness:
         one, other = FakeTask(harness, 0), FakeTask(harness, 1)
         one.reduce_next(2, lambda a, b: a * b, "multiply")
-        with pytest.raises(OperatorMisused, match=r"<lambda> cannot be imported by its name. Pass a name that is the same in all tasks"):
+        with pytest.raises(
+            OperatorMisused, match=r"<lambda> cannot be imported by its name. Pass a name that is the same in all tasks"
+        ):
             other.reduce_next(5, lambda a, b: a * b)
         assert other.reduce_next(5, lambda a, b: a * b, "multiply") == 10
         assert harness.failure is None

@@ -81,7 +81,7 @@ class Loop:
         self._schedule()
 
     def _schedule(self) -> bool:
-        """Returns whether the enqueued calls will run. If the process can start no thread, the next call tries again."""
+        """Returns whether the enqueued calls will run. If no thread can start, the next call tries again."""
         try:
             self._pool.submit(self._run)
         except RuntimeError:

@@ -162,8 +162,8 @@ def _sum(values: Sequence[Any]) -> Any:
         return _numpy_sum(values)
     if _kind(first) != "number":
         raise OperatorFailed(
-            f"cannot sum values of type {_kind(first)}: 'sum' takes numbers, numpy arrays and Arrow arrays; use 'concat' or "
-            "a function"
+            f"cannot sum values of type {_kind(first)}: 'sum' takes numbers, numpy arrays and Arrow arrays; use "
+            "'concat' or a function"
         )
     if all(_has_kind(value, "biu") for value in values):
         return sum(map(int, values))
@@ -267,8 +267,8 @@ def _concat(values: Sequence[Any]) -> Any:
     if isinstance(first, list | tuple):
         return functools.reduce(_add, values)
     raise OperatorFailed(
-        f"cannot concatenate values of type {_kind(first)}: 'concat' takes lists, tuples, text, bytes, numpy arrays, and "
-        "Arrow arrays, record batches and tables; use a function"
+        f"cannot concatenate values of type {_kind(first)}: 'concat' takes lists, tuples, text, bytes, numpy arrays, "
+        "and Arrow arrays, record batches and tables; use a function"
     )
 
 

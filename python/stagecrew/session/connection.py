@@ -103,7 +103,7 @@ class PluginConnection:
         except Py4JError as error:
             java = getattr(error, "java_exception", None)
             raise ConfigurationError(
-                f"topology {name!r} cannot begin: {java.getMessage() if java else error}"
+                f"topology {name!r} cannot begin: {(java.getMessage() or java.toString()) if java else error}"
             ) from error
 
     def end(self, topology: str, seconds: float) -> TopologyReport | None:

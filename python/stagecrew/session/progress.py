@@ -126,7 +126,9 @@ def current_view() -> View:
 
 
 class Progress:
-    """Shows the report of a topology every second until `stop`. It never raises an error. After an error, it stops showing the report.
+    """Shows the report of a topology every second until `stop`.
+
+    It never raises an error. After an error, it stops showing the report.
 
     Args:
         report: Returns the current report. None is not shown.

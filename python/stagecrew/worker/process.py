@@ -32,7 +32,8 @@ from stagecrew.worker.lifecycle import Lifecycle
 __all__ = ["ADDRESS_FILE", "CHAIN", "STAGE_ATTEMPT", "WorkerProcess"]
 
 #: Local properties that the executor's shim sets: the topologies of the task (outermost first), the address file (which
-#: has the socket's path or the port, and the token of the channel), and the attempt of the stage, which PySpark's TaskContext does not have.
+#: has the socket's path or the port, and the token of the channel), and the attempt of the stage, which PySpark's
+#: TaskContext does not have.
 CHAIN: Final = "spark.stagecrew.chain"
 ADDRESS_FILE: Final = "spark.stagecrew.addressFile"
 STAGE_ATTEMPT: Final = "spark.stagecrew.stageAttempt"

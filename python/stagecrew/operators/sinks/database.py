@@ -213,8 +213,8 @@ class DatabaseSink:
                     f"it added {added} of {rows} rows without an error. Look for a trigger or a rule"
                 )
             raise CommitFailed(
-                f"{rows} rows were staged for table {self._table}, but its staging table has {staged} of them: find out "
-                "what else changes the staging table"
+                f"{rows} rows were staged for table {self._table}, but its staging table has {staged} of them: find "
+                "out what else changes the staging table"
             )
 
     def done(self, commit_id: str) -> bool:

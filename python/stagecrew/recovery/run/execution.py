@@ -73,7 +73,9 @@ def execute_run(
     Sinks, the storage and the store are retried for `retry_timeout` seconds.
     """
     run, jobs = claimed.run, claimed.jobs
-    record, version = retry_until(lambda: jobs.read(run.job), f"run {run.number} of job {run.job!r} waits to read its job", retry_timeout)
+    record, version = retry_until(
+        lambda: jobs.read(run.job), f"run {run.number} of job {run.job!r} waits to read its job", retry_timeout
+    )
     # A process that only finishes commits gives up early: the leader starts it again after a pause, and other jobs can
     # run in the meantime. A normal run that gives up is lost and counts as one of the job's runs, so it retries for the
     # full `retry_timeout`.

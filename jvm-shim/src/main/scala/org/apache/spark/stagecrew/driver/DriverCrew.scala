@@ -341,11 +341,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
 
   private def call[T](f: => T): T = {
     val task = loop.submit((() => f): Callable[T])
-    try task.get(CallSeconds, TimeUnit.SECONDS) catch {
-      case failed: ExecutionException => throw failed.getCause
-      case _: TimeoutException =>
-        throw new TimeoutException(s"stagecrew's thread in the driver's JVM has been busy for $CallSeconds s")
-    }
+    try task.get(60, TimeUnit.SECONDS) catch { case failed: ExecutionException => throw failed.getCause }
   }
 }
 
@@ -354,9 +350,6 @@ object DriverCrew {
 
   /** How long outputs may still arrive at other executors after a decommissioned executor was last seen. */
   private val LeavingNanos = 60L * 1000 * 1000 * 1000
-
-  /** The maximum time that a call waits for the loop. */
-  private val CallSeconds = 60L
 
   /** The maximum time that `activity` waits for the listener bus. */
   private val FlushTimeoutMs = 1000L

@@ -104,9 +104,7 @@ final class JvmListeners(
         running.foreach(_.cancel(true))
         val (message, cause) = error match {
           case failed: ExecutionException => s"failed: ${TaskRejection.text(failed.getCause)}$hint" -> failed.getCause
-          case _: TimeoutException =>
-            val key = s"spark.stagecrew.${if (hook == "close") "close" else "open"}.timeout"
-            s"took longer than $timeoutMs ms ($key) and was interrupted" -> error
+          case _: TimeoutException => s"took longer than $timeoutMs ms and was interrupted" -> error
           case _: InterruptedException => "was interrupted" -> error
           case _ => s"could not start: ${TaskRejection.text(error)}" -> error
         }

@@ -99,8 +99,7 @@ final class Channels(newFolder: () => File, settings: Settings, version: String,
       case _: EOFException => None // the client closed the connection
       case NonFatal(error) =>
         // If this side closed the connection, the exception has no message.
-        val reason = Option(error.getMessage).getOrElse(
-          "it did not prove in time that it knows the token, or there were too many such connections")
+        val reason = Option(error.getMessage).getOrElse("it did not prove in time that it knows the token")
         if (!closed) warnings.warn(s"a connection to the channel of $owner was refused: $reason")
         None
     }
