@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import html
+import json
 import os
 import re
 import runpy
@@ -188,6 +189,24 @@ def test_the_block_runner_fails_if_a_marked_block_does_not_raise(tmp_path):
     run_page(page, {"given": 1})
 
 
+#: Prints the marks of each test that needs more than unit tests do, over all its parameters.
+_COLLECT = """
+import json, pytest
+
+class Marks:
+    def pytest_collection_finish(self, session):
+        found = {}
+        for item in session.items:
+            found.setdefault(item.nodeid.partition("[")[0], set()).update(mark.name for mark in item.iter_markers())
+        self.text = json.dumps({test: sorted(names) for test, names in found.items()})
+
+marks = Marks()
+pytest.main(["--collect-only", "-qq", "tests", "--ignore=tests/unit"], plugins=[marks])
+print()
+print(marks.text)
+"""
+
+
 @pytest.mark.slow
 def test_each_line_of_the_table_of_versions_names_a_test_that_runs_with_each_version():
     """The tests exist, and `make test-matrix` runs them. The columns are the versions that the Makefile names."""
@@ -201,15 +220,12 @@ def test_each_line_of_the_table_of_versions_names_a_test_that_runs_with_each_ver
     assert "tests/packaging -m wheel" in makefile
     assert "--no-loadscope-reorder -m matrix\n" in makefile
 
-    def selected(marks):
-        found = subprocess.run(
-            [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests", "-m", marks],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return {line.partition("[")[0] for line in found.stdout.splitlines() if "::" in line}
-
-    matrix = selected("matrix or wheel")
-    left_out = selected("contract") - matrix
+    found = subprocess.run(
+        [sys.executable, "-c", _COLLECT], cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    marks = json.loads(found.stdout.splitlines()[-1])
+    matrix = {test for test, names in marks.items() if {"matrix", "wheel"} & set(names)}
+    left_out = {test for test, names in marks.items() if "contract" in names} - matrix
     assert {test.partition("::")[0] for test in left_out} == {"tests/cluster/test_yarn.py"}, "FULL=1 runs these"
     names = {test.partition("::")[2] for test in matrix}
     for _, test, *cells in rows:

@@ -139,9 +139,9 @@ class Progress:
         self._report = report
         self._view = view or current_view()
         self._ended = threading.Event()
-        #: Held while the view shows or ends. After the end, nothing is shown.
+        #: Held while the view shows or ends. Nothing is shown after `_is_over` is set.
         self._lock = threading.Lock()
-        self._is_over = False
+        self._is_over = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="stagecrew-progress", daemon=True)
         self._thread.start()
 
@@ -153,12 +153,14 @@ class Progress:
         self._ended.set()
         self._thread.join(_LAST_UPDATE)
         if self._thread.is_alive():  # in another thread, because a terminal may not accept output
+            self._is_over = True
             threading.Thread(target=self._end, name="stagecrew-progress", daemon=True).start()
 
     def _end(self) -> None:
         with self._lock:
-            if not self._is_over:
-                self._is_over = True
+            self._is_over = True
+            if not self._has_ended:
+                self._has_ended = True
                 with contextlib.suppress(Exception):
                     self._view.end(self)
 
