@@ -175,7 +175,7 @@ def test_an_attack_delays_jobs_no_more_than_with_plain_spark(
     cores = sorted(os.sched_getaffinity(0))[:2]
     whole: dict[bool, list[float]] = {False: [], True: []}
     jobs: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(7):
+    for number in range(5):
         with contextlib.ExitStack() as stack:
             applications = []
             for with_stagecrew in (False, True):
