@@ -209,7 +209,7 @@ class CheckpointTimeout(CheckpointFailed, TimeoutError):
 
 
 class CommitFailed(CoordinationError):
-    """This call committed nothing, and deleted what it staged; the log names what could not be deleted.
+    """This call committed nothing, and deleted its staged data. The log names data that could not be deleted.
 
     The message says why. After a `CommitSuperseded`, rows may become visible, because another driver continues the
     commit.

@@ -189,7 +189,7 @@ def test_the_block_runner_fails_if_a_marked_block_does_not_raise(tmp_path):
     run_page(page, {"given": 1})
 
 
-#: Prints the marks of each test that needs more than unit tests do, over all its parameters.
+#: Prints the marks of each test, except unit tests. The marks of its parameters are taken together.
 _COLLECT = """
 import json, pytest
 

@@ -225,7 +225,7 @@ class TopologyOperators(TopologyNode):
             commit.
 
         Raises:
-            CommitFailed: This call committed nothing, and deleted what it staged. If it is a `CommitSuperseded`,
+            CommitFailed: This call committed nothing, and deleted its staged data. After a `CommitSuperseded`,
                 another driver continues the commit.
             CommitPending: The commit is decided, but could not be finished yet. Commit with the same id again.
             CommitUnknown: The outcome of a write to the log is unknown. Commit with the same id again.

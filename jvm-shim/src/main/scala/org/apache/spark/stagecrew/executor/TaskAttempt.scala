@@ -150,7 +150,7 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
 
   private def listenerFailed(task: TaskContext, failed: OpenFailure): Unit = {
     val error = failed.getCause match {
-      case error: AgentHookFailedException => error.getMessage
+      case error: AgentOpenFailedException => error.getMessage
       case open: HookFailedException => s"${open.getMessage}\n${TaskRejection.trace(open.getCause)}"
       case other => TaskRejection.trace(other)
     }

@@ -9,7 +9,7 @@ import executor._, wire._
 final class OpenListeners(val jvm: Option[JvmListeners], val agent: Opened, val inAgent: Boolean)
 
 /** The agent could not open a listener. The message is the Python traceback. */
-final class AgentHookFailedException(traceback: String) extends Exception(traceback)
+final class AgentOpenFailedException(traceback: String) extends Exception(traceback)
 
 /** Opens the executor-scoped listeners of each topology once. All tasks of the topology share the outcome. After a
   * failure, the next task tries again. */
@@ -102,7 +102,7 @@ final class ExecutorListeners(
       agent.current.foreach(processes.closed(_, description.id))
       if (reply.error.isEmpty) agent.retire(processes.hasTopologies) // after a failure, the next task needs the agent
     }
-    reply.error.foreach(error => throw new AgentHookFailedException(error))
+    reply.error.foreach(error => throw new AgentOpenFailedException(error))
     (reply, isOpen)
   }
 }
