@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,9 +27,11 @@ from rich.console import Console  # noqa: E402
 
 import stagecrew  # noqa: E402
 from stagecrew.observability.console import table  # noqa: E402
+from stagecrew.operators.sinks import ParquetSink  # noqa: E402
 from stagecrew.recovery.jobs.spec import JobSpec  # noqa: E402
 from stagecrew.session.progress import progress_rows  # noqa: E402
 from support.driver_processes import QUICK_CONF, campaigning_drivers, wait_until  # noqa: E402
+from support.otlp import Span, receiver  # noqa: E402
 from support.sessions import Sessions  # noqa: E402
 from support.spark_home import use_spark_home  # noqa: E402
 from support.web_pages import THEMES, checked_page, fetch_json, launch_browser, set_theme  # noqa: E402
@@ -119,10 +122,62 @@ def take_progress(folder: Path) -> None:
         rows = progress_rows(topology.report)
         job.join()
     sessions.stop()
+    title = 'crew.topology("read flights", progress=True)'
+    draw(table(("what", "state", "details"), rows), title, folder / "progress.svg")
+
+
+class Airports(stagecrew.Coordinator):
+    """Finds the airport of a request, slowly."""
+
+    def handle_request(self, evaluation: stagecrew.Evaluation, request: object) -> object:
+        time.sleep(0.1)
+        return request
+
+
+def look_up(gateway: stagecrew.TaskGateway, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Sends a request for each batch."""
+    for batch in batches:
+        gateway.request(batch.num_rows)
+        yield batch
+
+
+def take_trace(folder: Path) -> None:
+    """Takes a picture of a trace: a topology with a listener, requests and a commit."""
+    os.environ.setdefault("STAGECREW_TEST_FOLDER", tempfile.gettempdir())
+    sessions = Sessions()
+    with receiver() as collector, tempfile.TemporaryDirectory() as out:
+        os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector.url
+        spark = sessions.get("local[2]", **{"spark.stagecrew.tracing": "true"})
+        for name in ("first", "flights"):  # the first topology starts the workers
+            with stagecrew.crew(spark).topology("enrich", listeners=[airports()]) as topology:
+                operator = topology.coordinate("airports", Airports)
+                rows = operator.map(spark.range(4, numPartitions=2), look_up, "id long")
+                topology.commit(rows, ParquetSink(f"{out}/{name}"), name)
+        sessions.stop()  # exports the spans
+        del os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"]
+        first = collector.named("topology enrich")[-1]
+    lines = list(trace_lines(collector.spans, first, first, 0))
+    draw(table(("span", "start", "duration", ""), lines), "a trace", folder / "trace.svg")
+
+
+def trace_lines(spans: list[Span], span: Span, first: Span, depth: int) -> Iterator[tuple[str, ...]]:
+    """Yields the columns of a span and of the spans inside it: name, start, duration and a bar."""
+    width = 60
+    scale = width / (first.ended - first.started)
+    begin, end = (round((moment - first.started) * scale) for moment in (span.started, span.ended))
+    bar = " " * min(begin, width - 1) + "\u2588" * max(1, end - begin)
+    start, duration = span.started - first.started, span.ended - span.started
+    yield "  " * depth + span.name, f"{start * 1000:.0f} ms", f"{duration * 1000:.0f} ms", bar
+    for inner in sorted((one for one in spans if one.parent == span.id), key=lambda one: one.started):
+        yield from trace_lines(spans, inner, first, depth + 1)
+
+
+def draw(content: object, title: str, path: Path) -> None:
+    """Draws the output of a terminal, without the fonts that the picture would load from another host."""
     console = Console(record=True, width=110, file=io.StringIO())
-    console.print(table(("what", "state", "details"), rows))
-    picture = console.export_svg(title='crew.topology("read flights", progress=True)')
-    (folder / "progress.svg").write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
+    console.print(content)
+    picture = console.export_svg(title=title)
+    path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
 
 
 if __name__ == "__main__":
@@ -130,3 +185,4 @@ if __name__ == "__main__":
     target.mkdir(parents=True, exist_ok=True)
     take_screenshots(target)
     take_progress(target)
+    take_trace(target)

@@ -48,7 +48,8 @@ def drivers(tmp_path):
 def test_a_standby_finishes_the_job_of_a_killed_leader(drivers):
     """A standby finishes the job of a killed leader.
 
-    The killed leader's run ends itself, and finished steps do not run again.
+    The killed leader's run ends itself, and finished steps do not run again. The leader's log names spark-submit, which
+    is the parent of the process that the store names.
     """
     out = drivers.folder / "out"
     (out / "hold-2").touch()
@@ -58,6 +59,8 @@ def test_a_standby_finishes_the_job_of_a_killed_leader(drivers):
     drivers.submit(job_spec("steps", drivers, count=4), "job")
     wait_until(lambda: recorded_lines(drivers, "step-2"), "the third step runs")
     orphan = drivers.process("job")
+    log = (drivers.folder / "driver-0.log").read_text()
+    assert f"run 1 is starting; its spark-submit is process {psutil.Process(orphan).ppid()}," in log
     drivers.kill(leader)
     assert drivers.leader() is standby
     wait_until(lambda: not is_alive(orphan), "the run of the killed leader has ended itself")

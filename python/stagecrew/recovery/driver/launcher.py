@@ -114,7 +114,10 @@ class Launcher:
                 f"no process can be started for run {run.number} of job {run.job!r} ({error}): check the limits of "
                 f"processes, memory and open files, and that {command[0]} and {log} can be used"
             ) from error
-        _log.info("job %r: run %d is starting as process %d; its output is in %s", run.job, run.number, popen.pid, log)
+        _log.info(
+            "job %r: run %d is starting; its %s is process %d, and its output is in %s",
+            run.job, run.number, "Python" if finish else "spark-submit", popen.pid, log,
+        )  # fmt: skip
         return RunProcess(run, popen, folder, finish)
 
 

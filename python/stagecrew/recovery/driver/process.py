@@ -30,7 +30,7 @@ class RunProcess:
 
     @property
     def pid(self) -> int:
-        """The process id of spark-submit."""
+        """The id of the process group and of its first process: spark-submit, or Python if the run only finishes."""
         return self._popen.pid
 
     def exit_code(self) -> int | None:

@@ -155,7 +155,7 @@ class JobReconciler:
                 process.wait(deadline - time.monotonic())
                 process.kill()
             except Exception:  # the other processes must be killed too
-                _log.exception("process %d of job %r could not be killed", process.pid, job)
+                _log.exception("the processes of job %r (group %d) could not be killed", job, process.pid)
         self.processes.clear()
 
     # -- One job
@@ -210,7 +210,7 @@ class JobReconciler:
         self._hung_since[job] = since, self._clock()
         if since is not None and self._clock() - since > _LINGER:
             _log.warning(
-                "run %d of job %r has ended without a result, but its process %d is still running; killing it",
+                "run %d of job %r has ended without a result, but its processes (group %d) still run; killing them",
                 process.run.number, job, process.pid,
             )  # fmt: skip
             process.kill()
@@ -221,8 +221,9 @@ class JobReconciler:
             _log.info("job %r has ended: %s", job, record.state)
         elif self._clock() - self._lingering_since.setdefault(job, self._clock()) > _LINGER:
             _log.warning(
-                "job %r has ended (%s), but its process %d is still running; killing it", job, record.state, process.pid
-            )
+                "job %r has ended (%s), but its processes (group %d) still run; killing them",
+                job, record.state, process.pid,
+            )  # fmt: skip
             process.kill()
 
     def _finish(self, job: str, record: JobRecord) -> None:
