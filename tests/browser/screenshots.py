@@ -130,7 +130,7 @@ class Airports(stagecrew.Coordinator):
     """Finds the airport of a request, slowly."""
 
     def handle_request(self, evaluation: stagecrew.Evaluation, request: object) -> object:
-        time.sleep(0.1)
+        time.sleep(0.1)  # so that the picture shows the request as longer than a point
         return request
 
 
@@ -155,21 +155,21 @@ def take_trace(folder: Path) -> None:
                 topology.commit(rows, ParquetSink(f"{out}/{name}"), name)
         sessions.stop()  # exports the spans
         del os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"]
-        first = collector.named("topology enrich")[-1]
-    lines = list(trace_lines(collector.spans, first, first, 0))
+        root = collector.named("topology enrich")[-1]
+    lines = list(trace_lines(collector.spans, root, root, 0))
     draw(table(("span", "start", "duration", ""), lines), "a trace", folder / "trace.svg")
 
 
-def trace_lines(spans: list[Span], span: Span, first: Span, depth: int) -> Iterator[tuple[str, ...]]:
+def trace_lines(spans: list[Span], span: Span, root: Span, depth: int) -> Iterator[tuple[str, ...]]:
     """Yields the columns of a span and of the spans inside it: name, start, duration and a bar."""
     width = 60
-    scale = width / (first.ended - first.started)
-    begin, end = (round((moment - first.started) * scale) for moment in (span.started, span.ended))
+    scale = width / (root.ended - root.started)
+    begin, end = (round((moment - root.started) * scale) for moment in (span.started, span.ended))
     bar = " " * min(begin, width - 1) + "\u2588" * max(1, end - begin)
-    start, duration = span.started - first.started, span.ended - span.started
+    start, duration = span.started - root.started, span.ended - span.started
     yield "  " * depth + span.name, f"{start * 1000:.0f} ms", f"{duration * 1000:.0f} ms", bar
     for inner in sorted((one for one in spans if one.parent == span.id), key=lambda one: one.started):
-        yield from trace_lines(spans, inner, first, depth + 1)
+        yield from trace_lines(spans, inner, root, depth + 1)
 
 
 def draw(content: object, title: str, path: Path) -> None:
