@@ -137,7 +137,9 @@ full-%: jars $(STAMPS)/classes-%
 	STAGECREW_PYSPARK_HOME=$$(echo $$PWD/build/spark-$*/lib/python3.*/site-packages/pyspark) \
 	  build/sbt shim/hadoopJars shim/test
 	build/spark-$*/bin/python -m pytest -q tests/cluster/test_yarn.py
-	build/spark-$*/bin/python -m pytest -q tests -n 2 --dist loadfile --no-loadscope-reorder -m "matrix or not (long or wheel)"
+	build/spark-$*/bin/python -m pytest -q tests/unit -m "not long" -n 2 --dist loadfile
+	build/spark-$*/bin/python -m pytest -q tests -m "matrix or not (long or wheel)" --ignore=tests/unit -n 2 --dist loadfile \
+	  --no-loadscope-reorder
 
 .SECONDARY: $(OTHER_SPARKS:%=$(STAMPS)/spark-%) $(OTHER_SPARKS:%=$(STAMPS)/classes-%)
 

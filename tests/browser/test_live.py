@@ -265,6 +265,7 @@ def test_what_takes_long_is_named_and_links_lead_to_sparks_pages(
             expect(page).to_have_title(re.compile(f"Details for {heading}"))
 
 
+@pytest.mark.contract
 def test_a_process_shows_its_topology_and_its_task(
     spark: SparkSession, base: str, page: Page, tmp_path: Path, release: Callable[[], None]
 ) -> None:

@@ -21,7 +21,7 @@ from support.driver_scripts import driver_script, java_processes
 from support.journal import Journal, Recorder, executor_wide, recording_body, rendezvous
 from support.processes import is_alive, kill
 from support.sessions import LOCAL, LOCAL_CLUSTER, Sessions, master_with_free_cores
-from support.spark_versions import INTERRUPTIONS
+from support.spark_versions import HAS_IDLE_WORKER_LIMIT, INTERRUPTIONS
 from support.waiting import eventually
 
 EIGHT_SLOTS = "local-cluster[1,8,1024]"
@@ -279,6 +279,7 @@ def test_without_worker_reuse_each_task_opens_and_closes(sessions: Sessions, jou
     assert topology.report.lost == 0
 
 
+@pytest.mark.skipif(not HAS_IDLE_WORKER_LIMIT, reason="this Spark does not limit the number of idle workers")
 @pytest.mark.parametrize(
     "any_master",
     ["local[4]", *(pytest.param(one, marks=pytest.mark.long) for one in ("local-cluster[1,4,1024]", "standalone"))],

@@ -24,6 +24,7 @@ import stagecrew
 from support.journal import Recorder, recording_body
 from support.processes import is_alive
 from support.sessions import LOCAL_CLUSTER, Sessions, master_with_free_cores
+from support.spark_versions import HAS_PIPELINED_UDFS, HAS_UNIX_SOCKETS, KILLS_SILENT_WORKERS
 from support.waiting import eventually
 
 TESTS = str(Path(__file__).parent.parent)
@@ -363,7 +364,9 @@ FAULT_HANDLER, MEMORY, PROFILE = (
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *((key, "true") for key in (UNIX_SOCKETS, PIPELINED, FAULT_HANDLER)),
+        pytest.param(UNIX_SOCKETS, "true", marks=pytest.mark.skipif(not HAS_UNIX_SOCKETS, reason="no such setting")),
+        pytest.param(PIPELINED, "true", marks=pytest.mark.skipif(not HAS_PIPELINED_UDFS, reason="no such setting")),
+        (FAULT_HANDLER, "true"),
         *(pytest.param(*one, marks=pytest.mark.long) for one in ((MEMORY, "2g"), (PROFILE, "true"))),
     ],
 )
@@ -406,6 +409,7 @@ def test_sparks_python_settings_stay_in_effect(sessions: Sessions, journal, key,
     profiled.clear()  # otherwise PySpark prints the profiles when Python exits
 
 
+@pytest.mark.skipif(not KILLS_SILENT_WORKERS, reason="this Spark does not kill a worker that is silent")
 def test_a_worker_that_spark_terminates_as_idle_closes_its_listeners(sessions: Sessions, journal, tmp_path):
     """A worker that Spark terminates at its idle timeout closes its listeners, and the job fails with Spark's error."""
     # Only one attempt: a retry's new worker might reach the idle timeout while it imports pandas.

@@ -22,6 +22,7 @@ from pyspark import TaskContext, cloudpickle
 import stagecrew
 from support.journal import Journal
 from support.sessions import LOCAL, LOCAL_CLUSTER
+from support.spark_versions import PASSES_START_OF_BATCH
 from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -207,6 +208,7 @@ def test_merged_sources_are_read_within_the_drift(cluster, journal):
             del reading[entry["pid"]]
 
 
+@pytest.mark.skipif(not PASSES_START_OF_BATCH, reason="this Spark does not pass the start of a batch to the reader")
 def test_the_example_stream_resumes_from_its_checkpoint(sessions, tmp_path):
     """After a stop, and after a failure in a batch, the example's stream resumes from its checkpoint.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 
 __all__ = [
-    "HAS_ARROW_UDF", "HAS_DARK_THEME", "HAS_IDLE_WORKER_LIMIT", "INTERRUPTIONS", "LEAKS_SOCKETS", "SENDS_SECURITY_POLICY", "SPARK",
+    "HAS_ARROW_UDF", "HAS_DARK_THEME", "HAS_IDLE_WORKER_LIMIT", "HAS_PIPELINED_UDFS", "HAS_UNIX_SOCKETS", "INTERRUPTIONS",
+    "KILLS_SILENT_WORKERS", "LEAKS_SOCKETS", "PASSES_START_OF_BATCH", "SENDS_SECURITY_POLICY", "SPARK",
 ]  # fmt: skip
 
 #: The installed version, as major and minor.
@@ -22,6 +23,18 @@ INTERRUPTIONS = ("KeyboardInterrupt",) if SPARK >= (4, 2) else ("KeyboardInterru
 
 #: `spark.python.factory.idleWorkerMaxPoolSize` exists.
 HAS_IDLE_WORKER_LIMIT = SPARK >= (4, 1)
+
+#: `spark.sql.execution.pyspark.udf.killOnIdleTimeout` exists.
+KILLS_SILENT_WORKERS = SPARK >= (4, 1)
+
+#: `spark.python.unix.domain.socket.enabled` exists.
+HAS_UNIX_SOCKETS = SPARK >= (4, 1)
+
+#: `spark.python.udf.pipelined.enabled` exists.
+HAS_PIPELINED_UDFS = SPARK >= (4, 3)
+
+#: Spark passes the start of a batch to the `latestOffset` of a data source in Python.
+PASSES_START_OF_BATCH = SPARK >= (4, 2)
 
 #: Spark's pages have a dark theme.
 HAS_DARK_THEME = SPARK >= (4, 2)

@@ -179,6 +179,8 @@ def test_the_block_runner_fails_if_a_marked_block_does_not_raise(tmp_path):
     from support.docs_blocks import run_page
 
     page = tmp_path / "page.md"
+    page.write_text("<!-- raises: ValueError or KeyError -->\n```python\n{}['x']\n```\n")
+    run_page(page, {})
     page.write_text("<!-- raises: ValueError -->\n```python\nx = 1\n```\n")
     with pytest.raises(AssertionError, match="did not raise ValueError"):
         run_page(page, {})

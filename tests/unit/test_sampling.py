@@ -237,6 +237,28 @@ def test_the_loop_wakes_for_the_next_sample(server: FakeServer) -> None:
     os.close(writing)
 
 
+def test_the_loop_of_older_versions_of_spark_wakes_for_the_next_sample(server: FakeServer) -> None:
+    """Before Spark 4.2, the daemon's loop waits with `select`. It also returns when the next sample is due."""
+    now = 0.0
+    sampler = DaemonSampler(10.0, server.address_file, clock=lambda: now)
+    reading, writing = os.pipe()
+    now = 1.9  # the first sample is due after FIRST_SAMPLE (2 s)
+    began = time.monotonic()
+    assert sampler.select([reading], [], [], 30) == ([], [], [])
+    assert time.monotonic() - began < 20
+    os.write(writing, b"x")
+    now = 2.0
+    assert sampler.select([reading], [], [], 30) == ([reading], [], [])  # a request takes precedence over a sample
+    assert sampler._connection is not None
+    assert sampler._connection._socket is None
+    os.read(reading, 1)
+    assert sampler.select([reading], [], [], 30) == ([], [], [])
+    assert sampler._connection._socket is not None, "the sampler connects in order to send the sample"
+    sampler.close()
+    os.close(reading)
+    os.close(writing)
+
+
 def test_an_executor_that_does_not_read_delays_nothing(server: FakeServer) -> None:
     """Bytes that cannot be written are kept, and no samples are taken until they have been written."""
     sampler = connected(server)
@@ -327,7 +349,8 @@ def test_a_worker_imports_its_own_psutil() -> None:
 
 
 def test_the_daemon_is_changed_only_when_the_executor_asks_for_samples(monkeypatch: Any) -> None:
-    """`install` changes PySpark's daemon only if the executor requests samples: it replaces `os.fork` and `select.poll`."""
+    """`install` changes PySpark's daemon only if the executor requests samples: it replaces `os.fork`, `select.poll` and
+    `select.select`."""
     import pyspark.daemon
 
     daemon_module: Any = pyspark.daemon
@@ -341,6 +364,8 @@ def test_the_daemon_is_changed_only_when_the_executor_asks_for_samples(monkeypat
     assert configured() == (2.5, "/a folder/channel.json")
     install()
     assert daemon_module.select.poll is not select.poll
+    assert daemon_module.select.select is not select.select
+    assert daemon_module.select.error is OSError  # which PySpark's loop catches before Spark 4.2
     assert daemon_module.select.POLLIN == select.POLLIN
     assert daemon_module.os.fork is not os.fork
     assert daemon_module.os.getpid is os.getpid

@@ -1,6 +1,6 @@
 """A stream that reads two sources in step: the fast source waits if it is ahead of the slow one by more than the drift.
 
-Run it: `python aligned_stream.py`.
+Run it: `python aligned_stream.py`. It needs Spark 4.2 or newer, which passes the start of each batch to the reader.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ daemon with these functions replaced:
   which takes time and memory.
 - `kill`, which kills workers that Spark no longer needs. A worker with listeners is asked to end first
   (`graceful_shutdown`).
-- `fork` and `poll`, so that the daemon samples its workers when its loop wakes and has nothing to do (`sampling`).
+- `fork`, and `poll` or `select`, so that the daemon samples its workers when its loop wakes and has nothing to do
+  (`sampling`).
 
 Source: pyspark/daemon.py and pyspark/worker.py of Spark 4.0 to 4.3.
 """

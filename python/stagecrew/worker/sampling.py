@@ -25,7 +25,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from stagecrew import operating_system
 from stagecrew.observability.error_summary import error_text
@@ -46,6 +46,9 @@ _HANDSHAKE_PAUSE: Final = 0.05
 _MAX_FRAME: Final = 1 << 24
 
 _log = logging.getLogger("stagecrew")
+
+_Files: TypeAlias = list[Any]
+_Selected: TypeAlias = tuple[_Files, _Files, _Files]
 
 
 def configured() -> tuple[float, str] | None:
@@ -128,8 +131,16 @@ class DaemonSampler:
         return pid
 
     def poll(self) -> _Poll:
-        """`select.poll` of the daemon's loop."""
+        """`select.poll` of the daemon's loop (from Spark 4.2)."""
         return _Poll(self)
+
+    def select(self, reading: _Files, writing: _Files, exceptional: _Files, seconds: float) -> _Selected:
+        """`select.select` of the daemon's loop (before Spark 4.2)."""
+        files = reading, writing, exceptional
+        ready = select.select(*files, self.wait_at_most(int(seconds * 1000)) / 1000)
+        if not any(ready):
+            self.run(lambda: any(select.select(*files, 0)))
+        return ready
 
     def close(self) -> None:
         """Ends sampling, and closes the connection of this process."""
@@ -289,7 +300,8 @@ def install() -> None:
         sampler = DaemonSampler(*settings)
         loop: Any = pyspark.daemon
         loop.os = types.SimpleNamespace(**{**_names(loop.os), "fork": sampler.fork})
-        loop.select = types.SimpleNamespace(**{**_names(select), "poll": sampler.poll})
+        waits = {"poll": sampler.poll, "select": sampler.select}
+        loop.select = types.SimpleNamespace(**{**_names(select), **waits})
 
 
 def _names(module: Any) -> dict[str, Any]:
