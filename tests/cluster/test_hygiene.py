@@ -24,7 +24,7 @@ import stagecrew
 from support.journal import Recorder, recording_body
 from support.processes import is_alive
 from support.sessions import LOCAL_CLUSTER, Sessions, master_with_free_cores
-from support.spark_versions import HAS_PIPELINED_UDFS, HAS_UNIX_SOCKETS, KILLS_SILENT_WORKERS
+from support.spark_versions import HAS_PIPELINED_UDFS, HAS_UNIX_SOCKETS, HAS_WORKER_LOGS, KILLS_SILENT_WORKERS
 from support.waiting import eventually
 
 TESTS = str(Path(__file__).parent.parent)
@@ -483,6 +483,7 @@ def test_a_cancelled_task_that_ignores_taskkilled_is_killed(sessions: Sessions, 
     eventually(lambda: topology.report.lost == 1, 10, "the loss is reported")
 
 
+@pytest.mark.skipif(not HAS_WORKER_LOGS, reason="this Spark does not log the output of workers")
 def test_sparks_worker_logs_name_the_users_function(sessions: Sessions, journal):
     """With the plugin, Spark's log of a worker's output still names the user's function."""
     spark = sessions.get("local[2,4]")

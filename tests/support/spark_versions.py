@@ -5,9 +5,19 @@ from __future__ import annotations
 import importlib.metadata
 
 __all__ = [
-    "HAS_ARROW_UDF", "HAS_DARK_THEME", "HAS_IDLE_WORKER_LIMIT", "HAS_PIPELINED_UDFS", "HAS_UNIX_SOCKETS", "INTERRUPTIONS",
-    "KILLS_SILENT_WORKERS", "LEAKS_SOCKETS", "PASSES_START_OF_BATCH", "SENDS_SECURITY_POLICY", "SPARK",
-]  # fmt: skip
+    "HAS_ARROW_UDF",
+    "HAS_DARK_THEME",
+    "HAS_IDLE_WORKER_LIMIT",
+    "HAS_PIPELINED_UDFS",
+    "HAS_UNIX_SOCKETS",
+    "HAS_WORKER_LOGS",
+    "INTERRUPTIONS",
+    "KILLS_SILENT_WORKERS",
+    "LEAKS_SOCKETS",
+    "PASSES_START_OF_BATCH",
+    "SENDS_SECURITY_POLICY",
+    "SPARK",
+]
 
 #: The installed version, as major and minor.
 SPARK = tuple(map(int, importlib.metadata.version("pyspark").split(".")[:2]))
@@ -29,6 +39,9 @@ KILLS_SILENT_WORKERS = SPARK >= (4, 1)
 
 #: `spark.python.unix.domain.socket.enabled` exists.
 HAS_UNIX_SOCKETS = SPARK >= (4, 1)
+
+#: `spark.sql.pyspark.worker.logging.enabled` exists.
+HAS_WORKER_LOGS = SPARK >= (4, 1)
 
 #: `spark.python.udf.pipelined.enabled` exists.
 HAS_PIPELINED_UDFS = SPARK >= (4, 3)

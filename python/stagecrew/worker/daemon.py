@@ -263,7 +263,9 @@ if __name__ == "__main__":
     if (missing := _missing(pyspark.daemon)) is not None:
         sys.exit(missing)  # Spark shows it as the error of the task
     _read_our_jar_once()
-    # PySpark recognizes its own frames by this name, and our frames are between them (pyspark/logger/worker_io.py).
+    # PySpark recognizes its own frames by these names, and our frames are between them (pyspark/logger/worker_io.py).
+    # Spark 4.1 reads `__name__`.
+    __name__ = pyspark.daemon.__name__
     if __spec__ is not None:
         __spec__.name = pyspark.daemon.__name__
     pyspark.daemon.worker = worker
