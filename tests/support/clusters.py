@@ -75,6 +75,7 @@ def history_server(folder: Path, logs: Path, jar: str = "", home: str = "", **se
         "spark.history.fs.logDirectory": logs.as_uri(),
         "spark.history.fs.update.interval": "1s",
         "spark.history.ui.port": str(port),
+        "spark.ui.contentSecurityPolicy.enabled": "true",
         **settings,
     }
     properties = [f"-D{key}={value}" for key, value in settings.items()]

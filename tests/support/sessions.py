@@ -83,6 +83,7 @@ def session_builder(master: str) -> SparkSession.Builder:
         SparkSession.builder.master(master)
         .appName("stagecrew tests")
         .config("spark.ui.enabled", "false")
+        .config("spark.ui.contentSecurityPolicy.enabled", "true")  # off by default in 4.2, on in 4.3
         .config("spark.log.level", "ERROR")
         .config("spark.ui.showConsoleProgress", "false")
         .config("spark.sql.shuffle.partitions", "2")

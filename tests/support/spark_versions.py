@@ -52,5 +52,5 @@ PASSES_START_OF_BATCH = SPARK >= (4, 2)
 #: Spark's pages have a dark theme.
 HAS_DARK_THEME = SPARK >= (4, 2)
 
-#: Spark's pages have a content security policy.
+#: Spark's pages can have a content security policy.
 SENDS_SECURITY_POLICY = SPARK >= (4, 2)
