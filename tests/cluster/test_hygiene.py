@@ -364,8 +364,14 @@ FAULT_HANDLER, MEMORY, PROFILE = (
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        pytest.param(UNIX_SOCKETS, "true", marks=pytest.mark.skipif(not HAS_UNIX_SOCKETS, reason="no such setting")),
-        pytest.param(PIPELINED, "true", marks=pytest.mark.skipif(not HAS_PIPELINED_UDFS, reason="no such setting")),
+        pytest.param(
+            UNIX_SOCKETS,
+            "true",
+            marks=pytest.mark.skipif(not HAS_UNIX_SOCKETS, reason="this Spark has no Unix sockets"),
+        ),
+        pytest.param(
+            PIPELINED, "true", marks=pytest.mark.skipif(not HAS_PIPELINED_UDFS, reason="this Spark pipelines no UDFs")
+        ),
         (FAULT_HANDLER, "true"),
         *(pytest.param(*one, marks=pytest.mark.long) for one in ((MEMORY, "2g"), (PROFILE, "true"))),
     ],

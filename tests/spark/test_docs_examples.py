@@ -27,7 +27,7 @@ PAGES = sorted(
 )
 NOT_RUN_HERE = {"audit.py", "plain_job.py"}  # test_conf_samples runs these
 if not PASSES_START_OF_BATCH:
-    NOT_RUN_HERE.add("aligned_stream.py")
+    NOT_RUN_HERE.add("aligned_stream.py")  # it reads the start of a batch
 EXAMPLES = [path for path in sorted((ROOT / "python/stagecrew/examples").glob("*.py")) if path.name not in NOT_RUN_HERE]
 FILES = [*(str(path.relative_to(ROOT)) for path in [*PAGES, *EXAMPLES]), "docstrings"]
 
