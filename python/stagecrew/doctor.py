@@ -27,7 +27,7 @@ from stagecrew.errors import ConfigurationError, StagecrewError
 from stagecrew.jar import installed_jars, jar_path
 from stagecrew.observability.console import redirect_stderr, spark_error_line
 from stagecrew.observability.error_summary import error_text
-from stagecrew.spark_version import SPARK_LINES, line_of, supported
+from stagecrew.spark_version import NEWEST_JAVA, SPARK_LINES, installed_spark, line_of, supported
 from stagecrew.worker.graceful_shutdown import SECONDS
 
 __all__ = ["Check", "examine", "java", "require_java", "show", "show_summary"]
@@ -169,6 +169,13 @@ def java() -> Check:
     version = match[0].split('"')[1]
     if int(match[1]) < JAVA:
         return Check("Java", "failed", f"{version}, at {command}", install)
+    line = line_of(installed_spark() or "")
+    if int(match[1]) > (newest := NEWEST_JAVA.get(line, sys.maxsize)):
+        found = (
+            f"{version}, at {command}; Spark {line} supports Java {JAVA} and {newest}: in a newer Java, mapInArrow, "
+            "pandas functions and operators can fail"
+        )
+        return Check("Java", "warning", found, f"set JAVA_HOME to a Java {JAVA} or {newest}, or install a newer Spark")
     return Check("Java", "ok", f"{version}, at {command}")
 
 

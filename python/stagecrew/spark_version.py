@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 __all__ = [
+    "NEWEST_JAVA",
     "SPARK_LINES",
     "arrow_schema",
     "installed_spark",
@@ -31,6 +32,10 @@ __all__ = [
 
 #: The supported versions of Spark, as major.minor.
 SPARK_LINES: Final = ("4.0", "4.1", "4.2", "4.3")
+
+#: The newest Java that these versions of Spark support. In Java 25, their Arrow functions fail. Later versions start it
+#: with the option that Arrow needs: `--sun-misc-unsafe-memory-access` (`JavaModuleOptions.java`).
+NEWEST_JAVA: Final = {"4.0": 21, "4.1": 21}
 
 
 def line_of(version: str) -> str:

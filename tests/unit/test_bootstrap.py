@@ -184,6 +184,34 @@ def test_an_old_jdk_is_missing(machine: Machine, version: str) -> None:
     assert "default-jdk-headless" in output
 
 
+def test_a_jdk_can_be_too_new_for_the_older_versions_of_spark(machine: Machine) -> None:
+    """Only the targets that run Spark 4.0 or 4.1 need an older JDK. To install one would not change the PATH."""
+    machine.set_java("25.0.5")
+    assert machine.check("--for", "test")[0] == 0
+    status, output = machine.check("--for", "test", "test-matrix")
+    assert status == 1
+    assert lacked(output) == {"a JDK 17 to 21, for Spark 4.0 and 4.1": "make test-matrix"}
+    assert f"{machine.programs}/javac is version 25.0.5; set JAVA_HOME to a JDK 21" in output
+    assert "install" not in output
+
+
+@pytest.mark.parametrize(
+    ("system", "package"),
+    [
+        ("ID=debian\nVERSION_ID=11", "openjdk-17-jdk-headless"),
+        ("ID=debian\nVERSION_ID=13", "default-jdk-headless"),
+        ("ID=debian", "openjdk-21-jdk-headless"),
+        ("ID=ubuntu\nVERSION_ID=26.04", "openjdk-21-jdk-headless"),
+    ],
+)
+def test_the_tests_of_all_versions_of_spark_need_only_one_jdk(bare: Machine, system: str, package: str) -> None:
+    """Without a JDK, the line installs one that all versions of Spark support."""
+    bare.add("apt-get")
+    bare.os_release.write_text(system)
+    output = bare.check("--for", "test", "test-matrix")[1]
+    assert re.findall(r" (\S*jdk\S*)", output.splitlines()[-1]) == [package]
+
+
 def test_a_jre_is_no_jdk(machine: Machine) -> None:
     """Java without a compiler does not suffice, because the build compiles the jar."""
     machine.remove("javac")

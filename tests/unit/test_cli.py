@@ -241,6 +241,20 @@ def test_doctor_requires_java_17(tmp_path, monkeypatch, output, status):
     assert bool(check.remedy) == (status != "ok")
 
 
+@pytest.mark.parametrize(
+    ("spark", "java", "status"),
+    [("4.0.5", "21.0.2", "ok"), ("4.1.4", "25", "warning"), ("4.2.1", "25", "ok"), (None, "25", "ok")],
+)
+def test_doctor_warns_of_a_java_that_is_too_new_for_spark(tmp_path, monkeypatch, spark, java, status):
+    """In Java 25, the Arrow functions of Spark 4.0 and 4.1 fail. `doctor` names the Java that they support."""
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path, f'openjdk version "{java}" 2025-09-16')))
+    monkeypatch.setattr(doctor, "installed_spark", lambda: spark)
+    check = doctor.java()
+    assert check.status == status
+    assert ("Spark 4.1 supports Java 17 and 21" in check.found) == (status == "warning")
+    doctor.require_java()
+
+
 def test_doctor_and_demo_say_how_to_install_java(tmp_path, monkeypatch):
     """Without JAVA_HOME and without `java` on the PATH, `doctor` and `demo` say how to install Java."""
     monkeypatch.delenv("JAVA_HOME", raising=False)
