@@ -236,6 +236,7 @@ def test_a_failed_check_of_doctor_shows_a_remedy(jar, tmp_path, monkeypatch):
 def test_doctor_requires_java_17(tmp_path, monkeypatch, output, status):
     """`doctor` reads Java versions in the old and the new format. A version below 17 fails."""
     monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path, output)))
+    monkeypatch.setattr(doctor, "installed_spark", lambda: "4.3.0")
     check = doctor.java()
     assert check.status == status
     assert bool(check.remedy) == (status != "ok")
