@@ -80,8 +80,7 @@ def find_jdk() -> "tuple[str, str]":
     java, javac = map(str, commands)
     for command in (java, javac):
         version = java_version(command)
-        number = re.match(r"(?:1\.)?(\d+)", version)
-        if number is None or int(number[1]) < OLDEST_JAVA:
+        if java_number(version) < OLDEST_JAVA:
             raise LookupError(f"{command} is version {version}" if version else f"`{command} -version` fails")
     return java, javac
 
@@ -95,6 +94,12 @@ def java_version(command: str) -> str:
         printed = subprocess.run([command, "-version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
         found = re.search(r'(?:javac |version ")([\w.]+)', printed.stdout.decode(errors="replace"))
     return found[1] if found else ""
+
+
+def java_number(version: str) -> int:
+    """Returns the first number of a version of Java (for 1.8, it is 8), or 0 if there is none."""
+    found = re.match(r"(?:1\.)?(\d+)", version)
+    return int(found[1]) if found else 0
 
 
 def jdk() -> "tuple[str, str]":

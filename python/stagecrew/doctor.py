@@ -175,7 +175,7 @@ def java() -> Check:
             f"{version}, at {command}; Spark {line} supports Java {JAVA} and {newest}: in a newer Java, mapInArrow, "
             "pandas functions and operators can fail"
         )
-        return Check("Java", "warning", found, f"set JAVA_HOME to a Java {JAVA} or {newest}, or install a newer Spark")
+        return Check("Java", "warning", found, f"set JAVA_HOME to Java {JAVA} or {newest}")
     return Check("Java", "ok", f"{version}, at {command}")
 
 

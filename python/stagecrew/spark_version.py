@@ -33,8 +33,8 @@ __all__ = [
 #: The supported versions of Spark, as major.minor.
 SPARK_LINES: Final = ("4.0", "4.1", "4.2", "4.3")
 
-#: The newest Java that these versions of Spark support. In Java 25, their Arrow functions fail. Later versions start it
-#: with the option that Arrow needs: `--sun-misc-unsafe-memory-access` (`JavaModuleOptions.java`).
+#: The newest Java that these versions of Spark support. In Java 25, their Arrow functions fail. Spark 4.2 and later
+#: pass Java the option that Arrow needs: `--sun-misc-unsafe-memory-access` (`JavaModuleOptions.java`).
 NEWEST_JAVA: Final = {"4.0": 21, "4.1": 21}
 
 

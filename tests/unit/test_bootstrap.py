@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from stagecrew.spark_version import NEWEST_JAVA
 from support.requirements import SCRIPT, bootstrap
 
 ROOT = SCRIPT.parent
@@ -46,7 +47,6 @@ class Machine:
         shutil.copy(ROOT / "build" / "sbt", folder / "build")
         monkeypatch.setenv("PATH", str(self.programs))
         monkeypatch.delenv("JAVA_HOME", raising=False)
-        monkeypatch.syspath_prepend(str(ROOT / "build"))
         monkeypatch.setattr(bootstrap, "ROOT", folder)
         monkeypatch.setattr(bootstrap, "POSTGRESQL", (f"{folder}/postgresql/*/bin",))
         monkeypatch.setattr(bootstrap, "OS_RELEASE", self.os_release)
@@ -185,7 +185,8 @@ def test_an_old_jdk_is_missing(machine: Machine, version: str) -> None:
 
 
 def test_a_jdk_can_be_too_new_for_the_older_versions_of_spark(machine: Machine) -> None:
-    """Only the targets that run Spark 4.0 or 4.1 need an older JDK. To install one would not change the PATH."""
+    """Only the targets that run Spark 4.0 or 4.1 need an older JDK. Installing one would not change the PATH."""
+    assert set(NEWEST_JAVA.values()) == {bootstrap.NEWEST_JAVA}
     machine.set_java("25.0.5")
     assert machine.check("--for", "test")[0] == 0
     status, output = machine.check("--for", "test", "test-matrix")
@@ -202,6 +203,7 @@ def test_a_jdk_can_be_too_new_for_the_older_versions_of_spark(machine: Machine) 
         ("ID=debian\nVERSION_ID=13", "default-jdk-headless"),
         ("ID=debian", "openjdk-21-jdk-headless"),
         ("ID=ubuntu\nVERSION_ID=26.04", "openjdk-21-jdk-headless"),
+        ("ID=derivative\nVERSION_ID=7", "default-jdk-headless"),
     ],
 )
 def test_the_tests_of_all_versions_of_spark_need_only_one_jdk(bare: Machine, system: str, package: str) -> None:
