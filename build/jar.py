@@ -55,7 +55,8 @@ def installed_spark() -> Path:
             return Path(folder)
     raise CannotBuildError(
         "to build stagecrew from its sources, first install the PySpark that will run it "
-        "(`pip install 'pyspark[sql]~=4.3.0'`), or set SPARK_HOME; the build compiles against Spark's jars"
+        "(`pip install 'pyspark[sql]~=4.3.0' 'pandas>=2.2.2,<3'`), or set SPARK_HOME; the build compiles against "
+        "Spark's jars"
     )
 
 

@@ -27,7 +27,7 @@ from stagecrew.errors import ConfigurationError, StagecrewError
 from stagecrew.jar import installed_jars, jar_path
 from stagecrew.observability.console import redirect_stderr, spark_error_line
 from stagecrew.observability.error_summary import error_text
-from stagecrew.spark_version import NEWEST_JAVA, SPARK_LINES, installed_spark, line_of, supported
+from stagecrew.spark_version import NEWEST_JAVA, NEWEST_PYTHON, SPARK_LINES, installed_spark, line_of, supported
 from stagecrew.worker.graceful_shutdown import SECONDS
 
 __all__ = ["Check", "examine", "java", "require_java", "show", "show_summary"]
@@ -36,6 +36,9 @@ Status = Literal["ok", "warning", "failed", "skipped"]
 
 #: The oldest Java version that Spark 4 supports.
 JAVA: Final = 17
+
+#: The supported pandas, as pip reads it. The extra `spark` of the package requires the same.
+PANDAS: Final = "pandas>=2.2.2,<3"
 
 #: How long the small application waits for an executor, in seconds.
 PATIENCE: Final = 60.0
@@ -150,7 +153,13 @@ def _lost_features() -> Iterator[str]:
 
 def java() -> Check:
     """Checks the Java that Spark would start."""
-    install = f"install a JDK {JAVA} or newer (Debian: apt-get install default-jdk-headless), or set JAVA_HOME to one"
+    line = line_of(installed_spark() or "")
+    newest = NEWEST_JAVA.get(line, sys.maxsize)
+    install = (
+        f"install Java {JAVA} or {newest}, or set JAVA_HOME to one"
+        if line in NEWEST_JAVA
+        else f"install a JDK {JAVA} or newer (Debian: apt-get install default-jdk-headless), or set JAVA_HOME to one"
+    )
     home = os.environ.get("JAVA_HOME")
     command = str(Path(home, "bin", "java")) if home else shutil.which("java")
     if command is None or not Path(command).exists():
@@ -169,8 +178,7 @@ def java() -> Check:
     version = match[0].split('"')[1]
     if int(match[1]) < JAVA:
         return Check("Java", "failed", f"{version}, at {command}", install)
-    line = line_of(installed_spark() or "")
-    if int(match[1]) > (newest := NEWEST_JAVA.get(line, sys.maxsize)):
+    if int(match[1]) > newest:
         found = (
             f"{version}, at {command}; Spark {line} supports Java {JAVA} and {newest}: in a newer Java, mapInArrow, "
             "pandas functions and operators can fail"
@@ -187,8 +195,8 @@ def require_java() -> None:
 
 
 def pyspark_version() -> Check:
-    """Checks that stagecrew supports the installed PySpark."""
-    install = f"pip install 'pyspark[sql]~={SPARK_LINES[-1]}.0'"
+    """Checks that stagecrew supports the installed PySpark, and that this PySpark supports this Python."""
+    install = f"pip install 'pyspark[sql]~={SPARK_LINES[-1]}.0' '{PANDAS}'"
     try:
         found = str(importlib.import_module("pyspark").__version__)
     except ImportError as error:
@@ -200,6 +208,16 @@ def pyspark_version() -> Check:
     text = f"{found}; stagecrew supports Spark {supported()}"
     if line_of(found) not in SPARK_LINES:
         return Check("PySpark", "failed", text, install)
+    newest = NEWEST_PYTHON.get(line_of(found))
+    if newest is not None and sys.version_info[:2] > newest:
+        newest_text = ".".join(map(str, newest))
+        return Check(
+            "PySpark",
+            "warning",
+            f"{text}; Spark {line_of(found)} supports Python up to {newest_text}, and this is Python "
+            f"{platform.python_version()}",
+            f"use Python {newest_text}, or a newer Spark",
+        )
     return Check("PySpark", "ok", text)
 
 
@@ -209,7 +227,7 @@ def _broken(name: str, error: Exception, install: str) -> Check:
 
 def jar() -> Check:
     """Checks that there is a jar for the installed Spark, and that all jars have the version of this package."""
-    reinstall = "pip install --force-reinstall stagecrew, or `make jar` in a checkout"
+    reinstall = "reinstall the wheel of stagecrew, or run `make jar` in a checkout"
     try:
         path = jar_path()
     except StagecrewError as error:
@@ -242,8 +260,8 @@ def _jar_problem(line: str, path: str) -> str | None:
 
 
 def pandas_version() -> Check:
-    """Checks pandas, which PySpark's Arrow functions need; PySpark does not support pandas 3."""
-    install = "pip install 'pandas>=2.2,<3'"
+    """Checks pandas, which PySpark's Arrow functions need. In pandas 3, they print warnings."""
+    install = f"pip install '{PANDAS}'"
     try:
         found = str(importlib.import_module("pandas").__version__)
     except ImportError as error:
@@ -253,7 +271,7 @@ def pandas_version() -> Check:
     except Exception as error:
         return _broken("pandas", error, install)
     if int(found.split(".", maxsplit=1)[0]) >= 3:
-        return Check("pandas", "failed", f"{found}; PySpark {supported()} does not support pandas 3", install)
+        return Check("pandas", "failed", f"{found}; PySpark {supported()} prints warnings with pandas 3", install)
     return Check("pandas", "ok", found)
 
 

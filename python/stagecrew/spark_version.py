@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NEWEST_JAVA",
+    "NEWEST_PYTHON",
     "SPARK_LINES",
     "arrow_schema",
     "installed_spark",
@@ -36,6 +37,9 @@ SPARK_LINES: Final = ("4.0", "4.1", "4.2", "4.3")
 #: The newest Java that these versions of Spark support. In Java 25, their Arrow functions fail. Spark 4.2 and later
 #: pass Java the option that Arrow needs: `--sun-misc-unsafe-memory-access` (`JavaModuleOptions.java`).
 NEWEST_JAVA: Final = {"4.0": 21, "4.1": 21}
+
+#: The newest Python that these versions of Spark support, if stagecrew supports a newer one.
+NEWEST_PYTHON: Final = {"4.0": (3, 13)}
 
 
 def line_of(version: str) -> str:

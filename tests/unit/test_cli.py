@@ -11,6 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pyspark
 import pytest
 from click.testing import CliRunner, Result
 from pyspark.sql.types import StructType
@@ -244,7 +245,13 @@ def test_doctor_requires_java_17(tmp_path, monkeypatch, output, status):
 
 @pytest.mark.parametrize(
     ("spark", "java", "status"),
-    [("4.0.5", "21.0.2", "ok"), ("4.1.4", "25", "warning"), ("4.2.1", "25", "ok"), (None, "25", "ok")],
+    [
+        ("4.0.5", "21.0.2", "ok"),
+        ("4.0.5", "25.0.1", "warning"),
+        ("4.1.4", "25", "warning"),
+        ("4.2.1", "25", "ok"),
+        (None, "25", "ok"),
+    ],
 )
 def test_doctor_warns_of_a_java_that_is_too_new_for_spark(tmp_path, monkeypatch, spark, java, status):
     """In Java 25, the Arrow functions of Spark 4.0 and 4.1 fail. `doctor` names the Java that they support."""
@@ -252,8 +259,17 @@ def test_doctor_warns_of_a_java_that_is_too_new_for_spark(tmp_path, monkeypatch,
     monkeypatch.setattr(doctor, "installed_spark", lambda: spark)
     check = doctor.java()
     assert check.status == status
-    assert ("Spark 4.1 supports Java 17 and 21" in check.found) == (status == "warning")
+    assert (f"Spark {str(spark)[:3]} supports Java 17 and 21" in check.found) == (status == "warning")
     doctor.require_java()
+
+
+def test_doctor_installs_no_java_that_is_too_new_for_spark(tmp_path, monkeypatch):
+    """With Spark 4.0 or 4.1, the remedy for a Java that is too old names the versions that this Spark supports."""
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path, 'openjdk version "11.0.2" 2019-01-15')))
+    monkeypatch.setattr(doctor, "installed_spark", lambda: "4.1.4")
+    assert doctor.java().remedy.startswith("install Java 17 or 21, ")
+    monkeypatch.setattr(doctor, "installed_spark", lambda: "4.2.1")
+    assert doctor.java().remedy.startswith("install a JDK 17 or newer ")
 
 
 def test_doctor_and_demo_say_how_to_install_java(tmp_path, monkeypatch):
@@ -287,12 +303,24 @@ def test_doctor_refuses_other_versions_of_pyspark_and_pandas(monkeypatch):
     monkeypatch.setattr("pandas.__version__", "3.0.1")
     assert (doctor.pyspark_version().status, doctor.pandas_version().status) == ("failed", "failed")
     assert "pip install 'pyspark[sql]~=4.3.0'" in doctor.pyspark_version().remedy
-    assert "<3" in doctor.pandas_version().remedy
+    assert "pandas>=2.2.2,<3" in doctor.pandas_version().remedy
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert doctor.pandas_version().status == "warning"
     assert doctor.arrow_version().status == "ok"
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert doctor.arrow_version().status == "warning"
+
+
+def test_doctor_warns_of_a_python_that_is_too_new_for_spark(monkeypatch):
+    """A warning names the newest Python that this Spark supports, and the running one."""
+    line = doctor.line_of(pyspark.__version__)
+    monkeypatch.setattr(doctor, "NEWEST_PYTHON", {line: sys.version_info[:2]})
+    assert doctor.pyspark_version().status == "ok"
+    monkeypatch.setattr(doctor, "NEWEST_PYTHON", {line: (3, 10)})
+    check = doctor.pyspark_version()
+    assert check.status == "warning"
+    assert f"Spark {line} supports Python up to 3.10, and this is Python 3." in check.found
+    assert check.remedy == "use Python 3.10, or a newer Spark"
 
 
 @pytest.mark.parametrize(("package", "index"), [("pyspark", 2), ("pandas", 4)])

@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from stagecrew import doctor
 from stagecrew.spark_version import SPARK_LINES, line_of
 
 ROOT = Path(__file__).parents[2]
@@ -69,3 +70,10 @@ def test_each_supported_spark_is_tested_and_can_be_installed_with_the_extra() ->
     )
     assert all(extra.specifier.contains(version) for version in versions)
     assert not extra.specifier.contains("3.5.9")
+
+
+def test_doctor_requires_the_pandas_of_the_package() -> None:
+    """The remedies of `doctor`, of the build and of the Dockerfile install the pandas that the package requires."""
+    assert doctor.PANDAS in PROJECT["project"]["optional-dependencies"]["spark"]
+    for path in ("build/jar.py", "conf/kubernetes/Dockerfile"):
+        assert f"'{doctor.PANDAS}'" in (ROOT / path).read_text(), path
