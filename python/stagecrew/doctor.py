@@ -260,7 +260,7 @@ def _jar_problem(line: str, path: str) -> str | None:
 
 
 def pandas_version() -> Check:
-    """Checks pandas, which PySpark's Arrow functions need. In pandas 3, they print warnings."""
+    """Checks pandas, which PySpark's Arrow functions need. PySpark 4.3 prints warnings with pandas 3."""
     install = f"pip install '{PANDAS}'"
     try:
         found = str(importlib.import_module("pandas").__version__)
@@ -271,7 +271,7 @@ def pandas_version() -> Check:
     except Exception as error:
         return _broken("pandas", error, install)
     if int(found.split(".", maxsplit=1)[0]) >= 3:
-        return Check("pandas", "failed", f"{found}; PySpark {supported()} prints warnings with pandas 3", install)
+        return Check("pandas", "failed", f"{found}; stagecrew requires pandas 2", install)
     return Check("pandas", "ok", found)
 
 
