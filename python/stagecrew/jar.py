@@ -50,8 +50,8 @@ def jar_path(spark: str | None = None) -> str:
     jars = installed_jars()
     if not jars:
         raise ConfigurationError(
-            f"the installation of stagecrew {__version__} has no jar: reinstall it from its wheel, or run `make jar` in "
-            "a checkout"
+            f"the installation of stagecrew {__version__} has no jar: reinstall it from its wheel, or run "
+            "`make jar` in a checkout"
         )
     has = f"this installation of stagecrew {__version__} has jars for Spark {', '.join(jars)}"
     if version is None:
