@@ -13,7 +13,7 @@ JAR := $(STAMPS)/jar
 SPARK := 4.3.0
 OTHER_SPARKS := 4.2.1 4.1.4 4.0.5
 EXTRAS := --extra spark --extra zookeeper --extra iceberg --extra postgres --extra demo --extra otel
-unexport PYSPARK_PYTHON
+unexport PYSPARK_PYTHON PYSPARK_DRIVER_PYTHON SPARK_HOME  # each target uses the PySpark of its own environment
 ifdef JAVA_HOME  # sbt and the tests use the JDK that is on the PATH
 export PATH := $(JAVA_HOME)/bin:$(PATH)
 endif
@@ -112,7 +112,7 @@ test-spark: setup $(STAMPS)/classes $(STAMPS)/hadoop ## run the tests with real 
 	$(BIN)/pytest -q tests -m "not long and not wheel" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/pytest -q tests/spark/test_hidden_proc.py tests/spark/test_smoke.py -m matrix --hide-proc
 
-test: setup ## run every test except the long seeded runs: under 20 minutes
+test: setup ## run every test with Spark 4.3, except the long ones and those of the wheel: under 20 minutes
 	$(MAKE) -j 2 --output-sync=target test-unit-and-docs test-jvm $(STAMPS)/classes
 	$(MAKE) test-spark
 
@@ -200,5 +200,5 @@ compat: setup ## run PySpark's own tests from SPARK_SOURCE, with and without the
 	$(BIN)/python tests/compat/run.py $(SPARK_SOURCE)
 
 clean: ## delete everything that was built
-	rm -rf $(STAMPS) build/peers build/spark-* build/hadoop site dist \
+	rm -rf $(STAMPS) build/peers build/pyright build/spark-* build/hadoop site dist \
 	  jvm-shim/target target python/stagecrew/jars

@@ -1,6 +1,6 @@
 """Builds the jar of stagecrew for one version of Spark: `python build/jar.py [FOLDER]`.
 
-FOLDER is an installed PySpark, or a SPARK_HOME; the default is the one that this Python environment or SPARK_HOME has.
+FOLDER is an installed PySpark, or a SPARK_HOME; the default is SPARK_HOME, or else the PySpark of this environment.
 The build needs only a JDK, because Spark's jars contain the Scala compiler. The same sources give the same bytes.
 """
 
@@ -48,7 +48,7 @@ def spark_jars(folder: Path) -> Path:
 
 
 def installed_spark() -> Path:
-    """Returns the folder of PySpark in this environment, or SPARK_HOME."""
+    """Returns SPARK_HOME, or else the folder of PySpark in this environment."""
     # pip hides the environment's packages while it builds, but the path of their folder stays the same.
     for folder in (os.environ.get("SPARK_HOME"), Path(sysconfig.get_paths()["purelib"], "pyspark")):
         if folder and Path(folder, "jars").is_dir():
@@ -75,9 +75,9 @@ def find_jdk() -> "tuple[str, str]":
     """Returns the commands `java` and `javac` of a JDK that is new enough. LookupError names the problem."""
     home = os.environ.get("JAVA_HOME")
     commands = [str(Path(home, "bin", name)) if home else shutil.which(name) for name in ("java", "javac")]
-    if None in commands or not all(Path(str(command)).exists() for command in commands):
-        where = f"JAVA_HOME={home} has no" if home else "the PATH has no"
-        raise LookupError(f"{where} java and javac")
+    absent = [name for name, path in zip(("java", "javac"), commands) if path is None or not Path(path).exists()]
+    if absent:
+        raise LookupError(f"{f'JAVA_HOME={home}' if home else 'the PATH'} has no {' and no '.join(absent)}")
     java, javac = map(str, commands)
     for command in (java, javac):
         version = java_version(command)

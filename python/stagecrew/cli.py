@@ -86,7 +86,7 @@ def jar(spark: str | None) -> None:
     r"""Print the path of the jar for the installed Spark.
 
     \b
-    spark-submit --jars $(stagecrew jar) --conf spark.plugins=stagecrew.StagecrewPlugin app.py
+    spark-submit --jars "$(stagecrew jar)" --conf spark.plugins=stagecrew.StagecrewPlugin app.py
     """
     click.echo(jar_path(spark))
 

@@ -231,7 +231,7 @@ def jar() -> Check:
     try:
         path = jar_path()
     except StagecrewError as error:
-        return Check("Jar", "failed", "this installation has no jar for the installed Spark", str(error))
+        return Check("Jar", "failed", "no jar was found for the installed Spark", str(error))
     jars = installed_jars()
     for line, one in jars.items():
         if (problem := _jar_problem(line, one)) is not None:

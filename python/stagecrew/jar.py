@@ -40,7 +40,7 @@ def jar_path(spark: str | None = None) -> str:
         >>> stagecrew.jar_path().endswith(".jar")
         True
 
-        On the command line: `spark-submit --jars $(stagecrew jar) ...`.
+        On the command line: `spark-submit --jars "$(stagecrew jar)" ...`.
     """
     version = spark or installed_spark()
     if version is not None:
@@ -50,8 +50,8 @@ def jar_path(spark: str | None = None) -> str:
     jars = installed_jars()
     if not jars:
         raise ConfigurationError(
-            f"the installation of stagecrew {__version__} has no jar: reinstall it from its wheel, or run "
-            "`make jar` in a checkout"
+            f"the installation of stagecrew {__version__} has no jar: reinstall it from the wheel of a "
+            "release (in a checkout: run `make jar`)"
         )
     has = f"this installation of stagecrew {__version__} has jars for Spark {', '.join(jars)}"
     if version is None:
@@ -63,8 +63,8 @@ def jar_path(spark: str | None = None) -> str:
         version = next(iter(jars))
     if (found := jars.get(line_of(version))) is None:
         raise ConfigurationError(
-            f"{has}, and not for Spark {version}: install the wheel of a release, which has all jars, or run `make "
-            f"jars` in a checkout"
+            f"{has}, and not for Spark {version}: install the wheel of a release, which has all jars (in a "
+            "checkout: `make jars`)"
         )
     return found
 

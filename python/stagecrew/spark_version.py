@@ -83,7 +83,7 @@ def require_supported(version: str) -> None:
     if line_of(version) not in SPARK_LINES:
         raise ConfigurationError(
             f"stagecrew supports Spark {supported()}, and this is Spark {version}: "
-            f"`pip install 'pyspark~={SPARK_LINES[-1]}.0'`"
+            f"`pip install 'pyspark~={SPARK_LINES[-1]}.0'`, and unset SPARK_HOME if it names another Spark"
         )
 
 

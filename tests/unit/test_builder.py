@@ -97,7 +97,7 @@ def test_a_missing_jar(monkeypatch, builder):
     monkeypatch.setattr(f"{session_builder.jar_path.__module__}.__version__", "0.0.0+none")
     for call in (stagecrew.jar_path, stagecrew.spark_conf, lambda: stagecrew.configure(builder)):
         with pytest.raises(
-            ConfigurationError, match=r"stagecrew 0\.0\.0\+none has no jar: reinstall it .*or run `make jar`"
+            ConfigurationError, match=r"stagecrew 0\.0\.0\+none has no jar: reinstall it .* checkout: run `make jar`"
         ):
             call()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -77,3 +79,12 @@ def test_doctor_requires_the_pandas_of_the_package() -> None:
     assert doctor.PANDAS in PROJECT["project"]["optional-dependencies"]["spark"]
     for path in ("build/jar.py", "conf/kubernetes/Dockerfile"):
         assert f"'{doctor.PANDAS}'" in (ROOT / path).read_text(), path
+
+
+def test_make_ignores_the_spark_of_the_user() -> None:
+    """A SPARK_HOME of the user does not decide for which Spark a target builds the jar."""
+    command = ["make", "-s", "--eval", 'show: ; @echo "[$$SPARK_HOME$$PYSPARK_PYTHON$$PYSPARK_DRIVER_PYTHON]"', "show"]
+    names = ("SPARK_HOME", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON")
+    environment = os.environ | dict.fromkeys(names, "/nowhere")
+    printed = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+    assert printed.splitlines()[-1] == "[]"

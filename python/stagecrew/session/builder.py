@@ -35,7 +35,7 @@ Builder = TypeVar("Builder")
 
 _REMEDY: Final = (
     "Stop this session and build it again with `stagecrew.configure(SparkSession.builder).getOrCreate()`, or start the "
-    f"application with `spark-submit --jars $(stagecrew jar) --conf spark.plugins={PLUGIN}`."
+    f'application with `spark-submit --jars "$(stagecrew jar)" --conf spark.plugins={PLUGIN}`.'
 )
 
 #: Held while a crew is created, because a session has only one.
@@ -240,7 +240,7 @@ def _load_jar() -> None:
         except Py4JError as error:
             raise ConfigurationError(
                 "the JVM of this Python process was started without stagecrew's jar and cannot load it now; restart "
-                "Python, or pass `--jars $(stagecrew jar)` to spark-submit"
+                'Python, or pass `--jars "$(stagecrew jar)"` to spark-submit'
             ) from error
 
 

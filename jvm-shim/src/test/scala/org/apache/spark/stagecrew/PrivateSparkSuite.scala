@@ -20,6 +20,8 @@ final class PrivateSparkSuite extends AnyFunSuite {
   import PrivateSparkSuite._
 
   test("only the folder spark uses classes, methods and fields that are private to Spark") {
+    assert(allowed("SparkInternals.scala") && allowed("SparkVersion.scala"))
+    assert(allowed.intersect(others) === Set(), "a class file has only the name of its source, without the folder")
     val found = for (use <- uses if !allowed(use.file) && isPrivate(use)) yield s"${use.file}: ${use.owner} ${use.name}"
     assert(found.toSeq.sorted === Nil)
   }
@@ -39,12 +41,12 @@ object PrivateSparkSuite {
   /** A file of our sources uses a member of a class of Spark. The name is empty if it uses the class itself. */
   private final case class Use(file: String, owner: String, name: String)
 
-  /** The names of the files that may use private code. */
-  private val allowed: Set[String] = {
+  /** The names of the files in the folder `spark`, which may use private code, and of the other files. */
+  private val (allowed: Set[String], others: Set[String]) = {
     val main = Path.of("src", "main")  // the tests run in the folder jvm-shim
-    val versions = Using.resource(Files.list(main))(_.iterator.asScala.filter(_.getFileName.toString.startsWith("scala-")).toSeq)
-    val folders = Seq("scala", "java").map(name => main.resolve(s"$name/org/apache/spark/stagecrew/spark")) ++ versions
-    folders.flatMap(folder => Using.resource(Files.walk(folder))(_.iterator.asScala.map(_.getFileName.toString).toSeq)).toSet
+    val files = Using.resource(Files.walk(main))(_.iterator.asScala.filter(Files.isRegularFile(_)).toSeq)
+    val (inside, outside) = files.partition(_.getParent.endsWith("org/apache/spark/stagecrew/spark"))
+    (inside.map(_.getFileName.toString).toSet, outside.map(_.getFileName.toString).toSet)
   }
 
   /** The uses of Spark in the classes of the jar. */
