@@ -3,7 +3,7 @@
 debootstrap makes a minimal Debian in a folder, and commands run in it with chroot. The Debian has the release of the
 host, or one with a newer Python. It uses the package mirror of the host, which apt knows. pip uses the host's pip
 configuration: its file, and the variables that start with PIP_. Proxies and certificates are those of the host too. The
-folder takes 4 GB.
+folder takes 10 GB.
 """
 
 from __future__ import annotations
