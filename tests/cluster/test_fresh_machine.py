@@ -120,6 +120,8 @@ class Debian:
 @pytest.fixture
 def debian(request: pytest.FixtureRequest) -> Iterator[Debian]:
     """A fresh Debian. It is deleted at the end. The parameter is its release."""
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    assert free > 10e9, f"{tempfile.gettempdir()} has {free / 1e9:.1f} GB of free space, and a fresh Debian takes 10 GB"
     folder = Path(tempfile.mkdtemp(prefix="stagecrew-debian-"))
     try:
         yield Debian(folder / "root", getattr(request, "param", ""))
