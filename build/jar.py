@@ -98,7 +98,7 @@ def java_version(command: str) -> str:
 
 
 def java_number(version: str) -> int:
-    """Returns the first number of a version of Java (for 1.8, it is 8), or 0 if there is none."""
+    """Returns the first number of a version of Java (for 1.8, it is 8), or 0 if it has none."""
     found = re.match(r"(?:1\.)?(\d+)", version)
     return int(found[1]) if found else 0
 

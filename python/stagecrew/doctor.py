@@ -154,10 +154,10 @@ def _lost_features() -> Iterator[str]:
 def java() -> Check:
     """Checks the Java that Spark would start."""
     line = line_of(installed_spark() or "")
-    newest = NEWEST_JAVA.get(line, sys.maxsize)
+    newest = NEWEST_JAVA.get(line)
     install = (
         f"install Java {JAVA} or {newest}, or set JAVA_HOME to one"
-        if line in NEWEST_JAVA
+        if newest is not None
         else f"install a JDK {JAVA} or newer (Debian: apt-get install default-jdk-headless), or set JAVA_HOME to one"
     )
     home = os.environ.get("JAVA_HOME")
@@ -178,7 +178,7 @@ def java() -> Check:
     version = match[0].split('"')[1]
     if int(match[1]) < JAVA:
         return Check("Java", "failed", f"{version}, at {command}", install)
-    if int(match[1]) > newest:
+    if newest is not None and int(match[1]) > newest:
         found = (
             f"{version}, at {command}; Spark {line} supports Java {JAVA} and {newest}: in a newer Java, mapInArrow, "
             "pandas functions and operators can fail"
@@ -206,16 +206,16 @@ def pyspark_version() -> Check:
     except Exception as error:
         return _broken("PySpark", error, install)
     text = f"{found}; stagecrew supports Spark {supported()}"
-    if line_of(found) not in SPARK_LINES:
+    line = line_of(found)
+    if line not in SPARK_LINES:
         return Check("PySpark", "failed", text, install)
-    newest = NEWEST_PYTHON.get(line_of(found))
+    newest = NEWEST_PYTHON.get(line)
     if newest is not None and sys.version_info[:2] > newest:
         newest_text = ".".join(map(str, newest))
         return Check(
             "PySpark",
             "warning",
-            f"{text}; Spark {line_of(found)} supports Python up to {newest_text}, and this is Python "
-            f"{platform.python_version()}",
+            f"{text}; Spark {line} supports Python up to {newest_text}, and this is Python {platform.python_version()}",
             f"use Python {newest_text}, or a newer Spark",
         )
     return Check("PySpark", "ok", text)

@@ -186,10 +186,8 @@ def test_each_spark_runs_the_contract_tests_with_its_newest_python(debian: Debia
     }
     assert python in newest.values(), newest
     if python == NEWEST:
-        assert newest == {
-            spark: ".".join(map(str, NEWEST_PYTHON[line_of(spark)])) if line_of(spark) in NEWEST_PYTHON else NEWEST
-            for spark in newest
-        }
+        known = {line: ".".join(map(str, version)) for line, version in NEWEST_PYTHON.items()}
+        assert newest == {spark: known.get(line_of(spark), NEWEST) for spark in newest}
         run("make test-unit build/.stamps/classes build/.stamps/hadoop")
         run(".venv/bin/pytest -q tests -m matrix -n 2 --dist loadfile")
     for spark, version in newest.items():
