@@ -137,7 +137,7 @@ def test_bootstrap_and_make_demo_are_enough(debian: Debian) -> None:
     """`./bootstrap --check` names everything that is missing, `./bootstrap` installs it, and `make demo` then runs."""
     check = debian.run("./bootstrap --check")
     assert check.returncode == 1
-    missing = re.findall(r"^  (.+?), for make .+?: ", check.stderr, re.MULTILINE)
+    missing = re.findall(r"^  (.+?): .+ \(needed for ", check.stderr, re.MULTILINE)
     assert missing == [
         "make", "Python 3.11 or newer, with venv and ensurepip", "a JDK 17 or newer (a JRE has no compiler)", "git", "ps",
         "Maven or sbt", "PostgreSQL's server (initdb)", "Chromium or Google Chrome (not a snap)", "libatomic",
@@ -148,7 +148,7 @@ def test_bootstrap_and_make_demo_are_enough(debian: Debian) -> None:
     installed = debian.run("./bootstrap")
     assert installed.returncode == 0, installed.stdout[-5000:] + installed.stderr[-5000:]
     assert f"Running: {line}" in installed.stderr
-    assert "Nothing is missing for make demo, make test:" in installed.stdout
+    assert "Nothing is missing for `make demo` and `make test`:" in installed.stdout
     check = debian.run("./bootstrap --check")
     assert (check.returncode, check.stderr) == (0, "")
 

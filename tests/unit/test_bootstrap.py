@@ -105,7 +105,7 @@ def bare(machine: Machine) -> Machine:
 
 def lacked(output: str) -> dict[str, str]:
     """Returns the names of the missing requirements, each with the commands that need it."""
-    return dict(re.findall(r"^  (.+?), for (make .+?): .+$", output, re.MULTILINE))
+    return dict(re.findall(r"^  (.+?): .+ \(needed for (.+?)\)", output, re.MULTILINE))
 
 
 def test_old_versions_of_python_can_read_the_script() -> None:
@@ -120,15 +120,15 @@ def test_everything_that_is_missing_is_in_one_message(bare: Machine) -> None:
     status, output = bare.check()
     assert status == 1
     assert lacked(output) == {
-        "make": "make demo, make test",
-        "a JDK 17 or newer (a JRE has no compiler)": "make demo, make test",
-        "git": "make test",
-        "ps": "make test",
-        "Maven or sbt": "make test",
-        "PostgreSQL's server (initdb)": "make test",
-        "Chromium or Google Chrome (not a snap)": "make test",
-        "libatomic": "make test",
-        "bubblewrap": "make test",
+        "make": "`make demo` and `make test`",
+        "a JDK 17 or newer (a JRE has no compiler)": "`make demo` and `make test`",
+        "git": "`make test`",
+        "ps": "`make test`",
+        "Maven or sbt": "`make test`",
+        "PostgreSQL's server (initdb)": "`make test`",
+        "Chromium or Google Chrome (not a snap)": "`make test`",
+        "libatomic": "`make test`",
+        "bubblewrap": "`make test`",
     }
     assert output.endswith(
         "To install, run this line or `./bootstrap`:\n  apt-get update && apt-get install -y --no-install-recommends "
@@ -151,8 +151,8 @@ def test_a_target_needs_only_its_own_requirements(bare: Machine) -> None:
         assert (status, set(lacked(output))) == (1, wanted), target
         assert f"or `./bootstrap --for {target}`:" in output
     both = lacked(bare.check("--for", "check", "test-jvm")[1])
-    assert both["make"] == "make check, make test-jvm"
-    assert both["Maven or sbt"] == "make test-jvm"
+    assert both["make"] == "`make check` and `make test-jvm`"
+    assert both["Maven or sbt"] == "`make test-jvm`"
     if sys.platform == "linux" and os.getuid() == 0:
         assert {"debootstrap", "ip (iproute2)"} <= set(lacked(bare.check("--for", "test-long")[1]))
 
@@ -191,7 +191,7 @@ def test_a_jdk_can_be_too_new_for_the_older_versions_of_spark(machine: Machine) 
     assert machine.check("--for", "test")[0] == 0
     status, output = machine.check("--for", "test", "test-matrix")
     assert status == 1
-    assert lacked(output) == {"a JDK 17 to 21 (Spark 4.0 and 4.1 support no newer one)": "make test-matrix"}
+    assert lacked(output) == {"a JDK 17 to 21 (Spark 4.0 and 4.1 support no newer one)": "`make test-matrix`"}
     assert f"{machine.programs}/javac is version 25.0.5; set JAVA_HOME to a JDK 21 (package " in output
     assert "install" not in output
 
@@ -396,7 +396,7 @@ echo "apt-get $*"
     assert done.returncode == 0, done.stderr
     line = "apt-get install -y --no-install-recommends make default-jdk-headless"
     assert re.search(f"^Running: .*{line}$", done.stderr, re.MULTILINE)
-    assert done.stdout.startswith(f"apt-get update\n{line}\nNothing is missing for make demo:\n")
+    assert done.stdout.startswith(f"apt-get update\n{line}\nNothing is missing for `make demo`:\n")
     again = run(ROOT, sys.executable, SCRIPT, "--for", "demo", path=bare.programs)
     assert (again.returncode, "apt-get" in again.stdout + again.stderr) == (0, False)
 
@@ -418,7 +418,7 @@ def test_make_names_what_is_missing_before_it_does_anything(bare: Machine) -> No
     (bare.programs / "python3").symlink_to(sys.executable)
     done = run(bare.folder, "make", "demo", path=bare.programs)
     assert done.returncode != 0
-    assert lacked(done.stderr) == {"a JDK 17 or newer (a JRE has no compiler)": "make demo"}
+    assert lacked(done.stderr) == {"a JDK 17 or newer (a JRE has no compiler)": "`make demo`"}
     assert "./bootstrap --for demo" in done.stderr
     assert not (bare.folder / ".venv").exists()
     assert not (bare.folder / "build" / ".stamps").exists()
