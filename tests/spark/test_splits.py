@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyspark import cloudpickle
+from pyspark import TaskContext, cloudpickle
 from pyspark.sql import functions as f
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
@@ -24,6 +24,7 @@ from support.coordination import executor_pid
 from support.journal import Journal
 from support.processes import kill
 from support.sessions import LOCAL, LOCAL_CLUSTER
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -52,10 +53,19 @@ def cluster(sessions):
     return sessions.get(LOCAL_CLUSTER)
 
 
-def test_every_split_is_read_once(cluster):
+def test_every_split_is_read_once(cluster, tmp_path):
     """The result has every row of every split once, and several tasks read them."""
+    journal = Journal(f"{tmp_path}/journal")
+
+    def read_in_two_tasks(split):
+        if rows_of(split):
+            journal.write(partition=TaskContext.get().partitionId())
+            # Without this, the first task may read everything before the worker of the second has started.
+            eventually(lambda: len({event["partition"] for event in journal.read()}) > 1, 60, "only one task reads")
+        yield from read(split)
+
     with stagecrew.crew(cluster).topology("t") as topology:
-        splits = topology.splits(SPLITS, read, "id long", parallelism=4)
+        splits = topology.splits(SPLITS, read_in_two_tasks, "id long", parallelism=4)
         assert ids(splits) == EXPECTED
         assert splits.select(f.spark_partition_id().alias("p")).distinct().count() > 1
 
