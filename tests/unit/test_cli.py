@@ -219,7 +219,7 @@ def test_a_failed_check_of_doctor_shows_a_remedy(jar, tmp_path, monkeypatch):
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
     result = stagecrew_command("doctor")
     assert result.exit_code == 1
-    assert "default-jdk-headless" in result.stdout
+    assert f"-> {doctor.java().remedy}" in result.stdout
     assert "first fix: Java" in result.stdout
     assert "1 of 7 checks failed" in result.stdout
 
