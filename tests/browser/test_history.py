@@ -28,7 +28,7 @@ from support.processes import kill
 from support.sessions import Sessions
 from support.spark_versions import SENDS_SECURITY_POLICY
 from support.waiting import eventually
-from support.web_pages import THEMES, fetch_json, set_theme, table_rows
+from support.web_pages import THEMES, fetch_json, set_theme, table_rows, text_colour
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -332,10 +332,8 @@ def test_every_page_is_readable_in_both_themes(history: str, page: Page, theme: 
     ):
         page.goto(base + path)
         set_theme(page, theme)
-        text = page.locator(selector).first
-        assert text.is_visible()
-        paint = "fill" if "text" in selector else "color"
-        colour = text.evaluate(f"e => getComputedStyle(e).{paint}.match(/[0-9]+/g).slice(0, 3).map(Number)")
+        assert page.locator(selector).first.is_visible()
+        colour = text_colour(page, selector, "fill" if "text" in selector else "color")
         assert min(colour) > 128 if theme == "dark" else max(colour) < 128
         page.screenshot(path=tmp_path / f"{path.strip('/').split('/')[0] or 'overview'}.png", full_page=True)
 

@@ -19,7 +19,7 @@ import stagecrew
 from support.sessions import Sessions
 from support.spark_versions import HAS_DARK_THEME, SENDS_SECURITY_POLICY
 from support.waiting import eventually
-from support.web_pages import set_theme, table_rows
+from support.web_pages import set_theme, table_rows, text_colour
 
 # Executors do not have this module, so its listeners are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -133,8 +133,7 @@ def test_tables_are_light_on_dark_in_the_dark_theme(
     """In Spark's dark theme the text of the tables is light, because the tab defines no colours of its own."""
     page.goto(f"{base}/stagecrew/")
     set_theme(page)
-    colour = "e => getComputedStyle(e).color.match(/[0-9]+/g).slice(0, 3).map(Number)"
-    assert min(page.locator("#stagecrew-listeners tbody td").first.evaluate(colour)) > 128
+    assert min(text_colour(page, "#stagecrew-listeners tbody td")) > 128
     page.screenshot(path=tmp_path / "dark.png", full_page=True)
 
 

@@ -1,11 +1,11 @@
-"""The problems that `checked_page` detects. If it detected none, the tests of pages would prove nothing."""
+"""The helpers for tests of pages. If `checked_page` detected no problem, those tests would prove nothing."""
 
 from __future__ import annotations
 
 import pytest
-from playwright.sync_api import Browser, Route
+from playwright.sync_api import Browser, Page, Route
 
-from support.web_pages import checked_page
+from support.web_pages import checked_page, table_rows, text_colour
 
 POLICY = {"Content-Security-Policy": "script-src 'self'"}
 
@@ -53,3 +53,25 @@ def test_every_problem_on_a_page_is_detected(browser: Browser, body: str, script
     """An inline script, a console warning, an error, a dialog and a missing file each fail the test of a page."""
     with pytest.raises(AssertionError, match=finding):
         load(browser, body, script)
+
+
+def test_a_page_that_is_updated_is_read_at_one_moment(page: Page) -> None:
+    """While a page replaces its table all the time, rows and colours are those of one table."""
+    page.set_content("<div></div>")
+    page.evaluate(
+        """() => {
+            const replace = shown => {
+                const names = shown ? ['Id', 'Lost'] : ['Id'];
+                const row = tag => `<tr>${names.map(name => `<${tag}>${name}</${tag}>`).join('')}</tr>`;
+                document.querySelector('div').innerHTML =
+                    `<table id="t" style="color: rgb(1, 2, 3)"><thead>${row('th')}</thead>`
+                    + `<tbody>${row('td').repeat(20)}</tbody></table>`;
+                setTimeout(replace, 0, !shown);
+            };
+            replace(true);
+        }"""
+    )
+    for _ in range(50):
+        rows = table_rows(page, "t")
+        assert rows in ([{"Id": "Id"}] * 20, [{"Id": "Id", "Lost": "Lost"}] * 20)
+        assert text_colour(page, "#t td") == [1, 2, 3]

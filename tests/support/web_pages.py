@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, Playwright
 from support.requirements import bootstrap
 from support.spark_versions import HAS_DARK_THEME
 
-__all__ = ["THEMES", "checked_page", "fetch_json", "launch_browser", "set_theme", "table_rows"]
+__all__ = ["THEMES", "checked_page", "fetch_json", "launch_browser", "set_theme", "table_rows", "text_colour"]
 
 #: The themes of Spark's pages.
 THEMES = ("light", "dark") if HAS_DARK_THEME else ("light",)
@@ -67,13 +67,27 @@ def set_theme(page: Page, theme: str = "dark") -> None:
 
 
 def table_rows(page: Page, table: str) -> list[dict[str, str]]:
-    """Returns the cells of each row by column header, as a user sees them."""
+    """Returns the cells of each row by column header, as a user sees them, at one moment of a page that is updated."""
+    names, rows = page.evaluate(
+        """table => {
+            const texts = (parent, selector) => [...parent.querySelectorAll(selector)].map(e => e.innerText);
+            const rows = [...document.querySelectorAll(`#${table} tbody tr`)];
+            return [texts(document, `#${table} thead th`), rows.map(row => texts(row, 'td'))];
+        }""",
+        table,
+    )
     # The header of the sorted column ends with an arrow.
-    names = [header.strip(" \u25be\u25b4\u00a0\n") for header in page.locator(f"#{table} thead th").all_inner_texts()]
-    return [
-        dict(zip(names, (text.strip() for text in row.locator("td").all_inner_texts()), strict=True))
-        for row in page.locator(f"#{table} tbody tr").all()
-    ]
+    names = [name.strip(" \u25be\u25b4\u00a0\n") for name in names]
+    return [dict(zip(names, map(str.strip, row), strict=True)) for row in rows]
+
+
+def text_colour(page: Page, selector: str, paint: str = "color") -> list[int]:
+    """Returns red, green and blue, 0 to 255, of the first such element. `paint` is "fill" for the text of a picture."""
+    return page.evaluate(
+        """([selector, paint]) => getComputedStyle(document.querySelector(selector))[paint]
+            .match(/[0-9]+/g).slice(0, 3).map(Number)""",
+        [selector, paint],
+    )
 
 
 def fetch_json(url: str) -> Any:
