@@ -165,6 +165,42 @@ def test_the_page_is_updated_and_its_links_work_through_a_reverse_proxy(
             server.shutdown()
 
 
+class SlowProxy(Proxy):
+    """Delays the updates of the page."""
+
+    delays: list[float]
+    began: list[float]
+    ended: list[float]
+
+    def do_GET(self) -> None:
+        if self.headers["Sec-Fetch-Dest"] != "empty":  # the page itself and its files
+            super().do_GET()
+            return
+        number = len(self.began)
+        self.began.append(time.monotonic())
+        time.sleep(self.delays[number] if number < len(self.delays) else 0)
+        super().do_GET()
+        self.ended.append(time.monotonic())
+
+
+def test_only_a_page_that_is_slow_twice_in_a_row_is_requested_less_often(base: str, page: Page) -> None:
+    """After one slow response, the next request comes as soon as after a fast one."""
+    delays = [0.0, 1.5, 0.0, 0.6, 0.6, 0.0]
+    attributes = {"target": base, "delays": delays, "began": [], "ended": []}
+    handler = type("handler", (SlowProxy,), attributes)
+    with ProxyServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            page.goto(f"http://127.0.0.1:{server.server_port}/gateway/stagecrew/")
+            eventually(lambda: updates(page) > len(delays), 30, "each delayed response is shown")
+            page.goto("about:blank")  # so that the page requests nothing more
+        finally:
+            server.shutdown()
+    pauses = [began - ended for ended, began in zip(handler.ended[:5], handler.began[1:6], strict=True)]
+    assert pauses[1] < 3  # not 3 * 1.5
+    assert pauses[4] >= 3 * 0.6 - 0.1  # the clocks of the browser and of this test may differ a little
+
+
 def test_selected_text_is_not_replaced(spark: SparkSession, base: str, page: Page) -> None:
     """While a reader selects text, the content stays. It is updated when nothing is selected."""
     with stagecrew.crew(spark).topology("selected") as topology:

@@ -1,5 +1,6 @@
 // Updates a page of the tab while the application runs: twice a second, it requests the page again, and replaces the page's
-// content. A page that takes the driver long to generate is requested less often. A hidden page is not updated.
+// content. If the driver takes long to generate the page twice in a row, the page is requested less often. A hidden page
+// is not updated.
 (function () {
   "use strict";
   const PERIOD = 500; // milliseconds
@@ -24,6 +25,8 @@
     if (focused >= 0 && links()[focused]) links()[focused].focus({ preventScroll: true });
   }
 
+  let previous = 0; // how long the previous request took, in milliseconds
+
   async function update() {
     let pause = PERIOD;
     if (!document.hidden) {
@@ -32,7 +35,9 @@
         const response = await fetch(location.href, { credentials: "same-origin", cache: "no-store" });
         if (response.ok) replace(await response.text());
         else pause *= 10;
-        pause = Math.min(Math.max(pause, 3 * (performance.now() - began)), 10000);
+        const took = performance.now() - began;
+        pause = Math.min(Math.max(pause, 3 * Math.min(took, previous)), 10000);
+        previous = took;
       } catch (error) { // the application has ended, or the network is down
         pause *= 10;
       }
