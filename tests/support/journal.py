@@ -39,7 +39,9 @@ class Journal:
         if not os.path.exists(self.path):
             return []
         with open(self.path, encoding="utf-8") as file:
-            events = [json.loads(line) for line in file]
+            lines = file.read().split("\n")
+        # While a process writes a line, a reader may see the first part of it, and the last of `lines` is that part.
+        events = [json.loads(line) for line in lines[:-1]]
         return [event for event in events if all(event.get(key) == value for key, value in matching.items())]
 
 
