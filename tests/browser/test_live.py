@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -143,30 +144,36 @@ class ProxyServer(ThreadingHTTPServer):
     request_queue_size = 64  # the browser opens several connections at once
 
 
+@contextlib.contextmanager
+def serving(handler: type[Proxy], page: Page) -> Iterator[str]:
+    """Serves the Spark UI through a proxy, and yields the URL. Then leaves the page, so that it requests nothing more."""
+    with ProxyServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/gateway"
+            page.goto("about:blank")
+        finally:
+            server.shutdown()
+
+
 def test_the_page_is_updated_and_its_links_work_through_a_reverse_proxy(
     spark: SparkSession, base: str, page: Page
 ) -> None:
     """Script, updates and links keep the proxy's prefix."""
     handler = type("handler", (Proxy,), {"target": base})
-    with ProxyServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            prefix = f"http://127.0.0.1:{server.server_port}/gateway"
-            page.goto(f"{prefix}/stagecrew/")
-            with stagecrew.crew(spark).topology("behind a proxy") as topology:
-                expect(page.locator("#stagecrew-content")).to_contain_text(topology.id, timeout=SHOWN_WITHIN_MS)
-                page.locator(f"#stagecrew-topologies a[href$='id={topology.id}']").click()
-                expect(page.locator("#stagecrew-content")).to_contain_text("State: active")
-            assert page.url.startswith(f"{prefix}/stagecrew/topology/?id=")
-            page.get_by_role("link", name="Python processes").click()
-            expect(page.get_by_role("heading", name="Stagecrew: Python processes")).to_be_visible()
-            page.goto("about:blank")  # so that the page requests nothing more
-        finally:
-            server.shutdown()
+    with serving(handler, page) as prefix:
+        page.goto(f"{prefix}/stagecrew/")
+        with stagecrew.crew(spark).topology("behind a proxy") as topology:
+            expect(page.locator("#stagecrew-content")).to_contain_text(topology.id, timeout=SHOWN_WITHIN_MS)
+            page.locator(f"#stagecrew-topologies a[href$='id={topology.id}']").click()
+            expect(page.locator("#stagecrew-content")).to_contain_text("State: active")
+        assert page.url.startswith(f"{prefix}/stagecrew/topology/?id=")
+        page.get_by_role("link", name="Python processes").click()
+        expect(page.get_by_role("heading", name="Stagecrew: Python processes")).to_be_visible()
 
 
 class SlowProxy(Proxy):
-    """Delays the updates of the page."""
+    """Delays the updates of the page, like a driver that takes long to generate it."""
 
     delays: list[float]
     began: list[float]
@@ -186,16 +193,10 @@ class SlowProxy(Proxy):
 def test_only_a_page_that_is_slow_twice_in_a_row_is_requested_less_often(base: str, page: Page) -> None:
     """After one slow response, the next request comes as soon as after a fast one."""
     delays = [0.0, 1.5, 0.0, 0.6, 0.6, 0.0]
-    attributes = {"target": base, "delays": delays, "began": [], "ended": []}
-    handler = type("handler", (SlowProxy,), attributes)
-    with ProxyServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            page.goto(f"http://127.0.0.1:{server.server_port}/gateway/stagecrew/")
-            eventually(lambda: updates(page) > len(delays), 30, "each delayed response is shown")
-            page.goto("about:blank")  # so that the page requests nothing more
-        finally:
-            server.shutdown()
+    handler = type("handler", (SlowProxy,), {"target": base, "delays": delays, "began": [], "ended": []})
+    with serving(handler, page) as prefix:
+        page.goto(f"{prefix}/stagecrew/")
+        eventually(lambda: updates(page) > len(delays), 30, "each delayed response is shown")
     pauses = [began - ended for ended, began in zip(handler.ended[:5], handler.began[1:6], strict=True)]
     assert pauses[1] < 3  # not 3 * 1.5
     assert pauses[4] >= 3 * 0.6 - 0.1  # the clocks of the browser and of this test may differ a little
